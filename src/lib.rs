@@ -1,0 +1,9 @@
+//! orkpack converts mixture-of-experts models for Rockchip NPUs and runs them.
+//!
+//! The walk on one page is [`convert`]; the table of modules, and what each may import, is in
+//! `docs/architecture.md`. The library never prints and never exits.
+
+pub mod bytes;
+pub mod progress;
+pub mod tensor;
+pub mod units;
