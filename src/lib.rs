@@ -3,6 +3,7 @@
 //! The walk on one page is [`convert`]; the table of modules, and what each may import, is in
 //! `docs/architecture.md`. The library never prints and never exits.
 
+pub mod blocks;
 pub mod bytes;
 pub mod progress;
 pub mod tensor;

@@ -1,0 +1,4 @@
+//! The one test binary: a module per concern.
+
+mod blocks;
+mod support;
