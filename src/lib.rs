@@ -5,6 +5,7 @@
 
 pub mod blocks;
 pub mod bytes;
+pub mod gguf;
 pub mod progress;
 pub mod tensor;
 pub mod units;

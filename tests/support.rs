@@ -1,6 +1,7 @@
 //! What several test modules share: paths, small models, packs in memory.
 #![allow(dead_code)]
 
+pub mod gguf_builder;
 
 use std::path::PathBuf;
 

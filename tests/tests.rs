@@ -1,4 +1,6 @@
 //! The one test binary: a module per concern.
 
 mod blocks;
+mod gguf;
+mod hostile;
 mod support;
