@@ -8,4 +8,5 @@ pub mod bytes;
 pub mod gguf;
 pub mod progress;
 pub mod tensor;
+pub mod threads;
 pub mod units;

@@ -4,3 +4,4 @@ mod blocks;
 mod gguf;
 mod hostile;
 mod support;
+mod threads;
