@@ -5,7 +5,9 @@
 
 pub mod blocks;
 pub mod bytes;
+pub mod executor;
 pub mod gguf;
+pub mod kernel;
 pub mod progress;
 pub mod tensor;
 pub mod threads;

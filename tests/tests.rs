@@ -3,5 +3,6 @@
 mod blocks;
 mod gguf;
 mod hostile;
+mod kernel;
 mod support;
 mod threads;

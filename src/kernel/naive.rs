@@ -1,0 +1,153 @@
+//! The contract of [`crate::kernel`] word for word: the oracle of the other paths.
+//!
+//! Nothing here is shared with them but the types. A weight is fetched by its number from its block, one at a
+//! time, as the formats are defined; the lanes are summed as the contract says.
+
+use std::array;
+
+use half::{bf16, f16};
+
+use super::RowDot;
+use super::activations::{self, Row};
+use crate::tensor::{Dtype, MatrixView};
+
+/// The product for one type.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dot(pub(super) Dtype);
+
+impl RowDot for Dot {
+    fn dot<const A: usize>(self, weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
+        acts.map(|act| {
+            let lanes = match self.0 {
+                Dtype::F32 | Dtype::F16 | Dtype::BF16 => floats(self.0, weights, act),
+                Dtype::Q8_0 | Dtype::Q4_0 => blocks_of_32(self.0, weights, act),
+                _ => blocks_of_256(self.0, weights, act),
+            };
+            sum(lanes)
+        })
+    }
+}
+
+/// Halves folded onto each other until one lane is left.
+fn sum(mut lanes: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for l in 0..half {
+            lanes[l] += lanes[l + half];
+        }
+    }
+    lanes[0]
+}
+
+fn floats(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
+    let bytes = dtype.block_bytes();
+    let mut lanes = [0f32; 16];
+    for (i, &x) in act.values.iter().enumerate() {
+        let w = match weights.get(i * bytes..(i + 1) * bytes) {
+            Some(&[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            Some(&[a, b]) if dtype == Dtype::F16 => f16::from_le_bytes([a, b]).to_f32(),
+            Some(&[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            _ => 0.0,
+        };
+        lanes[i % 16] = w.mul_add(x, lanes[i % 16]);
+    }
+    lanes
+}
+
+fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
+    let mut lanes = [0f32; 16];
+    for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
+        let scale = half(block, 0) * act.scales[b];
+        for l in 0..8 {
+            let dot: i32 =
+                (4 * l..4 * l + 4).map(|i| code(dtype, block, i) * i32::from(act.codes[32 * b + i])).sum();
+            let lane = &mut lanes[8 * (b % 2) + l];
+            *lane = scale.mul_add(dot as f32, *lane);
+        }
+    }
+    lanes
+}
+
+fn blocks_of_256(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
+    let mut lanes = [0f32; 16];
+    for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
+        let (at_d, at_dmin) = if dtype == Dtype::Q6_K { (208, None) } else { (0, Some(2)) };
+        let groups: [_; 16] = array::from_fn(|g| scale_and_minimum(dtype, block, g));
+        for (l, lane) in lanes.iter_mut().take(8).enumerate() {
+            let dot: i32 = (0..8)
+                .flat_map(|c| (0..4).map(move |j| 32 * c + 4 * l + j))
+                .map(|i| groups[i / 16].0 * code(dtype, block, i) * i32::from(act.codes[256 * b + i]))
+                .sum();
+            *lane = (half(block, at_d) * act.scales[b]).mul_add(dot as f32, *lane);
+            if let Some(at_dmin) = at_dmin {
+                let low: i32 =
+                    (2 * l..2 * l + 2).map(|g| groups[g].1 * i32::from(act.sums[16 * b + g])).sum();
+                *lane = (-(half(block, at_dmin) * act.scales[b])).mul_add(low as f32, *lane);
+            }
+        }
+    }
+    lanes
+}
+
+fn half(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Weight `i` of a block without its scale and minimum.
+fn code(dtype: Dtype, block: &[u8], i: usize) -> i32 {
+    let bits = |byte: usize, shift: usize, n: u32| i32::from(block[byte] >> shift) & ((1 << n) - 1);
+    match dtype {
+        Dtype::Q8_0 => i32::from(block[2 + i].cast_signed()),
+        // Two weights to a byte, 16 apart.
+        Dtype::Q4_0 => bits(2 + i % 16, i / 16 * 4, 4) - 8,
+        // Two weights to a byte, 32 apart.
+        Dtype::Q4_K => bits(16 + i / 64 * 32 + i % 32, i / 32 % 2 * 4, 4),
+        // The same, and a fifth bit: bit i/32 of one of 32 bytes.
+        Dtype::Q5_K => bits(48 + i / 64 * 32 + i % 32, i / 32 % 2 * 4, 4) + 16 * bits(16 + i % 32, i / 32, 1),
+        // In each half: 64 bytes with two low parts each, 64 apart; 32 bytes with four high parts each.
+        Dtype::Q6_K => {
+            let (part, i) = (i / 128, i % 128);
+            bits(64 * part + i % 64, i / 64 * 4, 4) + 16 * bits(128 + 32 * part + i % 32, i / 32 * 2, 2) - 32
+        }
+        _ => 0,
+    }
+}
+
+/// Scale and minimum of the `g`-th 16 weights of a block of 256.
+fn scale_and_minimum(dtype: Dtype, block: &[u8], g: usize) -> (i32, i32) {
+    if dtype == Dtype::Q6_K {
+        return (i32::from(block[192 + g].cast_signed()), 0);
+    }
+    // Q4_K and Q5_K: eight pairs of 6 bits, one for 32 weights, in 12 bytes after the two halves.
+    let packed = |i: usize| i32::from(block[4 + i]);
+    match g / 2 {
+        j @ 0..4 => (packed(j) & 63, packed(j + 4) & 63),
+        j => (packed(j + 4) & 15 | packed(j - 4) >> 6 << 4, packed(j + 4) >> 4 | packed(j) >> 6 << 4),
+    }
+}
+
+/// Blocks of `block_len` values to codes and a scale each.
+pub(super) fn quantize(block_len: usize, values: &[f32], codes: &mut [i8], scales: &mut [f32]) {
+    for (b, block) in values.chunks(block_len).enumerate() {
+        if block.iter().any(|v| !v.is_finite()) {
+            codes[b * block_len..][..block_len].fill(0);
+            scales[b] = f32::NAN;
+            continue;
+        }
+        let amax = block.iter().fold(0f32, |amax, v| amax.max(v.abs()));
+        let steps = activations::steps(amax);
+        scales[b] = if steps > 0.0 { amax / 127.0 } else { 0.0 };
+        for (code, v) in codes[b * block_len..].iter_mut().zip(block) {
+            *code = (v * steps).round_ties_even() as i8;
+        }
+    }
+}
+
+/// See [`super::Kernel::int8_tiles`].
+pub(super) fn int8_tiles(tiles: &[i8], k: usize, n: usize, rows: MatrixView<'_, i8>, out: &mut [i32]) {
+    for m in 0..rows.n_rows() {
+        for column in 0..n {
+            let weight = |i: usize| tiles[column / 32 * k * 32 + i / 32 * 1024 + column % 32 * 32 + i % 32];
+            out[m * n + column] = (0..k).map(|i| i32::from(weight(i)) * i32::from(rows.row(m)[i])).sum();
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Weights in blocks of 256 whose sixteenths have scales of their own.
+
+use std::arch::x86_64::*;
+
+use super::{Codes, Row, add, half, load16, load32, pair_sums, prefetch, sum};
+use crate::kernel::portable::six_bit_words;
+
+/// A format of 256 weights in `BYTES` bytes. The layouts are drawn in [`crate::blocks`].
+pub(super) trait Block {
+    const BYTES: usize;
+
+    /// Whether codes are signed; unsigned ones are at most 31.
+    const SIGNED: bool;
+
+    /// The scales.
+    ///
+    /// # Safety
+    ///
+    /// `block` is `BYTES` long; the CPU has the features.
+    unsafe fn head(block: &[u8]) -> Head;
+
+    /// Weights `128 * part` and on, 32 to a register, in order.
+    ///
+    /// # Safety
+    ///
+    /// `block` is `BYTES` long, `part` 0 or 1; the CPU has the features.
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4];
+}
+
+/// `w = d * scale * code − dmin * minimum`: d and −dmin in every lane; scales and minimums are 16 × i8, one per
+/// 16 weights.
+pub(super) struct Head {
+    d: __m256,
+    scales: __m128i,
+    minimums: Option<(__m256, __m128i)>,
+}
+
+pub(super) struct Q4K;
+pub(super) struct Q5K;
+pub(super) struct Q6K;
+
+impl Block for Q4K {
+    const BYTES: usize = 144;
+    const SIGNED: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        head_with_minimums(block)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        nibbles(&block[16 + 64 * part..])
+    }
+}
+
+impl Block for Q5K {
+    const BYTES: usize = 176;
+    const SIGNED: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        head_with_minimums(block)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        let mut codes = nibbles(&block[48 + 64 * part..]);
+        // Bit c of byte i is the fifth bit of weight 32c + i.
+        let fifths = bytes32(&block[16..]);
+        for (r, codes) in codes.iter_mut().enumerate() {
+            let bit = _mm256_set1_epi8((1u8 << (4 * part + r)).cast_signed());
+            let set = _mm256_cmpeq_epi8(_mm256_and_si256(fifths, bit), bit);
+            *codes = _mm256_or_si256(*codes, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+        }
+        codes
+    }
+}
+
+impl Block for Q6K {
+    const BYTES: usize = 210;
+    const SIGNED: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        // SAFETY: the caller vouches for 210 bytes.
+        let scales = load16(unsafe { &*block.as_ptr().add(192).cast() });
+        Head { d: half([block[208], block[209]]), scales, minimums: None }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        let (low, high) = (_mm256_set1_epi8(15), _mm256_set1_epi8(0x30));
+        let (first, second) = (bytes32(&block[64 * part..]), bytes32(&block[64 * part + 32..]));
+        let upper = bytes32(&block[128 + 32 * part..]);
+        // Two more bits from `upper`, moved to bits 4 and 5, and the offset of 32 taken off.
+        let join = |lower: __m256i, upper: __m256i| {
+            let code = _mm256_or_si256(_mm256_and_si256(lower, low), _mm256_and_si256(upper, high));
+            _mm256_sub_epi8(code, _mm256_set1_epi8(32))
+        };
+        [
+            join(first, _mm256_slli_epi16::<4>(upper)),
+            join(second, _mm256_slli_epi16::<2>(upper)),
+            join(_mm256_srli_epi16::<4>(first), upper),
+            join(_mm256_srli_epi16::<4>(second), _mm256_srli_epi16::<2>(upper)),
+        ]
+    }
+}
+
+/// The first 16 bytes of Q4_K and Q5_K: d, dmin, eight scales and minimums of 6 bits for 32 weights each.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn head_with_minimums(block: &[u8]) -> Head {
+    let mut packed = [0; 12];
+    packed.copy_from_slice(&block[4..16]);
+    let (scales, minimums) = six_bit_words(packed);
+    let minus = _mm256_xor_ps(half([block[2], block[3]]), _mm256_set1_ps(-0.0));
+    Head { d: half([block[0], block[1]]), scales: twice(scales), minimums: Some((minus, twice(minimums))) }
+}
+
+/// Each of eight bytes twice in a row.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn twice(bytes: u64) -> __m128i {
+    let bytes = _mm_cvtsi64_si128(bytes.cast_signed());
+    _mm_unpacklo_epi8(bytes, bytes)
+}
+
+/// 64 bytes of two weights each, 32 apart.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn nibbles(bytes: &[u8]) -> [__m256i; 4] {
+    let low = _mm256_set1_epi8(15);
+    let (first, second) = (bytes32(bytes), bytes32(&bytes[32..]));
+    [
+        _mm256_and_si256(first, low),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(first), low),
+        _mm256_and_si256(second, low),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(second), low),
+    ]
+}
+
+/// The first 32 bytes of a slice.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn bytes32(bytes: &[u8]) -> __m256i {
+    let bytes = &bytes[..32];
+    // SAFETY: the slice is 32 bytes long and the load needs no alignment.
+    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+}
+
+/// See [`crate::kernel`], "blocks of 256".
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn dot<T: Block, const A: usize>(weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
+    let acts = Codes::of(&acts, weights.len() / T::BYTES, 256);
+    let zero = _mm256_setzero_ps();
+    let mut lanes = [zero; A];
+    for (b, block) in weights.chunks_exact(T::BYTES).enumerate() {
+        // SAFETY: the chunk is one block.
+        let head = unsafe { T::head(block) };
+        let mut dots = [_mm256_setzero_si256(); A];
+        for part in 0..2 {
+            if A == 1 {
+                prefetch(block.as_ptr().wrapping_add(part * 64));
+                prefetch(block.as_ptr().wrapping_add(part * 64 + 128));
+            }
+            // SAFETY: the chunk is one block.
+            let codes = unsafe { T::codes(block, part) };
+            for (r, w) in codes.into_iter().enumerate() {
+                let c = 4 * part + r;
+                let scales = scales_of(head.scales, c);
+                let magnitude = if T::SIGNED { _mm256_abs_epi8(w) } else { w };
+                for (dots, codes) in dots.iter_mut().zip(acts.codes) {
+                    // SAFETY: the lengths have been held to the number of blocks.
+                    let x = load32(unsafe { &*codes.add(256 * b + 32 * c).cast() });
+                    let pairs =
+                        if T::SIGNED { pair_sums(w, magnitude, x) } else { _mm256_maddubs_epi16(w, x) };
+                    *dots = _mm256_add_epi32(*dots, _mm256_madd_epi16(pairs, scales));
+                }
+            }
+        }
+        for (a, lanes) in lanes.iter_mut().enumerate() {
+            // SAFETY: the lengths have been held to the number of blocks.
+            let dx = _mm256_broadcast_ss(unsafe { &*acts.scales[a].add(b) });
+            *lanes = add(*lanes, _mm256_mul_ps(head.d, dx), dots[a]);
+            if let Some((minus, minimums)) = head.minimums {
+                // SAFETY: the lengths have been held to the number of blocks; no alignment is needed.
+                let sums = unsafe { _mm256_loadu_si256(acts.sums[a].add(16 * b).cast()) };
+                let lows = _mm256_madd_epi16(_mm256_cvtepi8_epi16(minimums), sums);
+                *lanes = add(*lanes, _mm256_mul_ps(minus, dx), lows);
+            }
+        }
+    }
+    let mut out = [0.0; A];
+    for (out, lanes) in out.iter_mut().zip(lanes) {
+        *out = sum([lanes, zero]);
+    }
+    out
+}
+
+/// Scales `2c` and `2c + 1` as 16-bit numbers, eight of each: one per pair of weights.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn scales_of(scales: __m128i, c: usize) -> __m256i {
+    let first = 2 * c as i64;
+    let index = _mm_set_epi64x((first + 1) * 0x0101_0101_0101_0101, first * 0x0101_0101_0101_0101);
+    _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, index))
+}
