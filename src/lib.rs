@@ -5,10 +5,13 @@
 
 pub mod blocks;
 pub mod bytes;
+pub mod chat;
 pub mod executor;
 pub mod gguf;
 pub mod kernel;
 pub mod progress;
+pub mod sample;
 pub mod tensor;
 pub mod threads;
+pub mod tokenizer;
 pub mod units;

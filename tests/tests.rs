@@ -6,3 +6,4 @@ mod hostile;
 mod kernel;
 mod support;
 mod threads;
+mod tokenizer;
