@@ -4,6 +4,8 @@ mod blocks;
 mod gguf;
 mod hostile;
 mod kernel;
+mod quantize;
 mod support;
 mod threads;
+mod tile;
 mod tokenizer;

@@ -1,0 +1,145 @@
+//! f32 rows to int8 with one scale per row, for weights and for activations, and the error that this causes.
+//!
+//! The contract, [`CONTRACT`], is the same for both. For a row `w` with `max = max |w[i]|`, all in f32:
+//!
+//! ```text
+//! code[i] = round_half_even(w[i] · (127 / max))        −127 … 127
+//! scale   = max / 127                                  w[i] ≈ code[i] · scale
+//! ```
+//!
+//! A row whose `max` is below [`SMALLEST`] has scale 0 and codes 0: its quotients would leave f32. Nothing here
+//! depends on threads or instruction set: the maximum is one of integers, and each code is one product and one
+//! rounding. There are no zero points, no groups and no smoothing; a different rule is a different contract.
+
+use thiserror::Error;
+
+use crate::tensor::{Int8Matrix, MatrixView};
+
+/// The name of this rule in packs: 8-bit weights, 8-bit activations, a scale per row, version 1.
+pub const CONTRACT: &str = "w8a8-row-1";
+
+/// Rows whose largest magnitude is below this (2^-100) count as zeros.
+pub const SMALLEST: f32 = 1.0 / (1u128 << 100) as f32;
+
+/// 1.5 · 2^23: a sum with it has no bits below one, so the addition itself rounds half to even.
+const ROUND: f32 = 12_582_912.0;
+
+/// What cannot be quantised.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QuantizeError {
+    /// A NaN or an infinity among the weights.
+    #[error("the weight at row {row}, column {column} is not a finite number")]
+    NotFinite {
+        /// Output row.
+        row: usize,
+        /// Input column.
+        column: usize,
+    },
+}
+
+/// Activations `[n_rows, n_cols]` in int8 with a scale per row; kept by the caller and filled again and again.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct QuantizedRows {
+    codes: Vec<i8>,
+    scales: Vec<f32>,
+    n_cols: usize,
+}
+
+impl QuantizedRows {
+    /// The codes, `[n_rows, n_cols]`.
+    pub fn codes(&self) -> MatrixView<'_, i8> {
+        MatrixView::new(&self.codes, self.scales.len(), self.n_cols).unwrap_or_default()
+    }
+
+    /// The scales, `[n_rows]`.
+    pub fn scales(&self) -> &[f32] {
+        &self.scales
+    }
+}
+
+/// Quantizes each output row of a weight matrix to int8 with a scale of its own.
+///
+/// Takes `[n_out, n_in]` f32, row-major; returns `[n_out, n_in]` int8 and `[n_out]` f32 scales with
+/// `w ≈ q * scale[row]` and `|q| <= 127`. A row of zeros gets scale 0 and stays zero.
+///
+/// # Errors
+///
+/// [`QuantizeError::NotFinite`] at the first NaN or infinity, with its row and column.
+pub fn per_channel(weights: MatrixView<'_, f32>) -> Result<Int8Matrix, QuantizeError> {
+    let (n_out, n_in) = (weights.n_rows(), weights.n_cols());
+    let mut codes = vec![0; n_out * n_in];
+    let mut scales = Vec::with_capacity(n_out);
+    for row in 0..n_out {
+        let w = weights.row(row);
+        let max = largest(w);
+        if !max.is_finite() {
+            let column = w.iter().position(|w| !w.is_finite()).unwrap_or(0);
+            return Err(QuantizeError::NotFinite { row, column });
+        }
+        scales.push(encode(w, max, &mut codes[row * n_in..][..n_in]));
+    }
+    Ok(Int8Matrix { codes, scales, n_in, n_out })
+}
+
+/// Quantizes activation rows `[n_rows, n_cols]`, each with a scale of its own, into `out`.
+///
+/// A row that holds a NaN or an infinity gets codes 0 and scale NaN, so that what is computed from it is NaN, as it
+/// would be in floats.
+pub fn rows(x: MatrixView<'_, f32>, out: &mut QuantizedRows) {
+    let n_cols = x.n_cols();
+    out.n_cols = n_cols;
+    out.codes.resize(x.n_rows() * n_cols, 0);
+    out.scales.clear();
+    for row in 0..x.n_rows() {
+        let x = x.row(row);
+        out.scales.push(encode(x, largest(x), &mut out.codes[row * n_cols..][..n_cols]));
+    }
+}
+
+/// The relative RMS error of a quantisation, `√(Σ(w − q·scale)² / Σw²)`; 0 for a matrix of zeros.
+///
+/// Both are `[n_out, n_in]`. Summed in f64, per row in eight interleaved sums, rows in order.
+pub fn error_of(matrix: &Int8Matrix, weights: MatrixView<'_, f32>) -> f64 {
+    let (mut error, mut power) = (0.0, 0.0);
+    for (row, &scale) in matrix.scales.iter().enumerate().take(weights.n_rows()) {
+        let codes = &matrix.codes[row * matrix.n_in..][..matrix.n_in];
+        let (row_error, row_power) = squares(weights.row(row), codes, scale);
+        error += row_error;
+        power += row_power;
+    }
+    if power == 0.0 { 0.0 } else { (error / power).sqrt() }
+}
+
+/// The sums of `(w − q·scale)²` and of `w²` over one row.
+fn squares(w: &[f32], codes: &[i8], scale: f32) -> (f64, f64) {
+    let (mut error, mut power) = ([0.0; 8], [0.0; 8]);
+    for (w, codes) in w.chunks(8).zip(codes.chunks(8)) {
+        for (lane, (&w, &code)) in w.iter().zip(codes).enumerate() {
+            let difference = f64::from(w) - f64::from(code) * f64::from(scale);
+            error[lane] += difference * difference;
+            power[lane] += f64::from(w) * f64::from(w);
+        }
+    }
+    (error.iter().sum(), power.iter().sum())
+}
+
+/// The largest magnitude; infinity or NaN when one of the values is. Without a sign, floats order as integers.
+fn largest(x: &[f32]) -> f32 {
+    let bits = x.iter().fold(0i32, |max, x| max.max((x.to_bits() & 0x7fff_ffff) as i32));
+    f32::from_bits(bits as u32)
+}
+
+/// Writes the codes of one row whose largest magnitude is `max`, and returns its scale.
+fn encode(x: &[f32], max: f32, codes: &mut [i8]) -> f32 {
+    if max < SMALLEST || !max.is_finite() {
+        codes.fill(0);
+        return if max.is_finite() { 0.0 } else { f32::NAN };
+    }
+    let inverse = 127.0 / max;
+    for (code, x) in codes.iter_mut().zip(x) {
+        // The low byte of the sum's bits is the rounded integer in two's complement.
+        *code = (x * inverse + ROUND).to_bits() as i8;
+    }
+    max / 127.0
+}
