@@ -6,6 +6,7 @@
 pub mod blocks;
 pub mod bytes;
 pub mod chat;
+pub mod device;
 pub mod executor;
 pub mod gguf;
 pub mod kernel;
