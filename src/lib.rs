@@ -10,6 +10,7 @@ pub mod device;
 pub mod executor;
 pub mod gguf;
 pub mod kernel;
+pub mod model;
 pub mod profile;
 pub mod progress;
 pub mod quantize;

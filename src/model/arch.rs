@@ -1,0 +1,30 @@
+//! The families: one file each, one line each in the registry.
+
+mod olmoe;
+mod qwen3moe;
+
+use super::reader::Reader;
+use super::{Model, ModelError};
+
+/// A family of models.
+pub(super) struct Family {
+    /// Its `general.architecture`.
+    pub name: &'static str,
+    /// Builds its description.
+    pub describe: fn(Reader<'_>) -> Result<Model, ModelError>,
+}
+
+const FAMILIES: &[Family] = &[
+    Family { name: "olmoe", describe: olmoe::describe },
+    Family { name: "qwen3moe", describe: qwen3moe::describe },
+];
+
+/// The family with this name.
+pub(super) fn find(name: &str) -> Option<&'static Family> {
+    FAMILIES.iter().find(|family| family.name == name)
+}
+
+/// All names, for messages.
+pub(super) fn names() -> String {
+    FAMILIES.iter().map(|family| family.name).collect::<Vec<_>>().join(", ")
+}

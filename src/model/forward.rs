@@ -1,0 +1,307 @@
+//! The forward pass: interprets a model's description, and sends every matrix product to an executor.
+//!
+//! A row's result depends on that row and on the positions before it, never on how many rows come at once or
+//! on the number of threads: every sum has one fixed order. What a family's `arch/` file cannot say, this
+//! pass cannot do; it knows families by no name.
+
+mod attention;
+mod memory;
+mod rope;
+mod routing;
+mod rows;
+
+use std::ops::Range;
+
+use thiserror::Error;
+
+use super::Model;
+use super::parts::{Ffn, Layer, Mixer, Routed};
+use crate::executor::{Executor, ExecutorError, Product, Routing};
+use crate::units::LayerId;
+use memory::Memory;
+use rope::Angles;
+use rows::{add, rms_norm, view};
+
+/// What a sequence has left behind: keys and values of every position so far, for every layer.
+#[derive(Clone, Debug)]
+pub struct State {
+    n_ctx: usize,
+    position: usize,
+    memories: Vec<Memory>,
+}
+
+impl State {
+    /// An empty sequence that may grow to `n_ctx` positions. Memory is taken as positions come.
+    pub fn new(model: &Model, n_ctx: usize) -> State {
+        let memories = model.layers.iter().map(|layer| Memory::new(&layer.mixer)).collect();
+        State { n_ctx, position: 0, memories }
+    }
+
+    /// Number of positions so far: the position of the next token.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Number of positions that fit.
+    pub fn n_ctx(&self) -> usize {
+        self.n_ctx
+    }
+
+    /// Forgets everything, keeping the memory that was taken.
+    pub fn clear(&mut self) {
+        self.position = 0;
+    }
+}
+
+/// The rows whose logits are wanted: the others never see the head.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// No logits: to fill the caches, or to see the routing.
+    None,
+    /// The last row.
+    Last,
+    /// Every row.
+    All,
+    /// These rows of the call.
+    Rows(Range<usize>),
+}
+
+impl Wanted {
+    /// The rows of a call of `m` tokens; `None` for rows that it does not have.
+    fn rows(&self, m: usize) -> Option<Range<usize>> {
+        let rows = match self {
+            Wanted::None => m..m,
+            Wanted::Last => m.checked_sub(1)?..m,
+            Wanted::All => 0..m,
+            Wanted::Rows(rows) => rows.clone(),
+        };
+        (rows.start <= rows.end && rows.end <= m).then_some(rows)
+    }
+}
+
+/// Why a forward pass stopped. The state is then as it was before the call.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ForwardError {
+    /// A product could not be computed.
+    #[error(transparent)]
+    Executor(#[from] ExecutorError),
+    /// A call without tokens.
+    #[error("there are no tokens to run")]
+    NoTokens,
+    /// A token that the vocabulary does not have.
+    #[error("token {token} is not in the vocabulary of {n_vocab}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Tokens in the vocabulary.
+        n_vocab: usize,
+    },
+    /// More positions than the state may hold.
+    #[error("{n_tokens} tokens after position {position} do not fit a context of {n_ctx}")]
+    ContextFull {
+        /// Positions so far.
+        position: usize,
+        /// Tokens of the call.
+        n_tokens: usize,
+        /// Positions that fit.
+        n_ctx: usize,
+    },
+    /// Rows are wanted that the call does not have.
+    #[error("rows {start}..{end} are wanted of a call of {n_tokens} tokens")]
+    Wanted {
+        /// First row wanted.
+        start: usize,
+        /// One after the last.
+        end: usize,
+        /// Tokens of the call.
+        n_tokens: usize,
+    },
+    /// A state that was made for a model of other sizes.
+    #[error("the state belongs to another model")]
+    OtherModel,
+    /// A router logit that cannot be ranked: the weights, or what went in, are broken.
+    #[error("router produced {value} at layer {layer} (position {position})")]
+    Router {
+        /// NaN or an infinity.
+        value: f32,
+        /// The layer.
+        layer: LayerId,
+        /// The position in the sequence.
+        position: usize,
+    },
+}
+
+/// Runs `tokens` after what `state` holds, and puts the wanted rows' logits, `[n_wanted, n_vocab]`, in `out`.
+///
+/// How a sequence is cut into calls changes no bit of any logit, if the executor keeps its promise.
+///
+/// # Errors
+///
+/// [`ForwardError`]; `state` then still holds what it did, and `out` holds nothing of use.
+pub fn forward(
+    model: &Model,
+    executor: &mut dyn Executor,
+    state: &mut State,
+    tokens: &[u32],
+    wanted: Wanted,
+    out: &mut Vec<f32>,
+) -> Result<(), ForwardError> {
+    forward_traced(model, executor, state, tokens, wanted, out, &mut |_, _| {})
+}
+
+/// As [`forward`], and shows `trace` the residual stream: after layer `i` as `(i, [m, n_embd])`, and at the
+/// end the final norm of the wanted rows as `(n_layer, [n_wanted, n_embd])`.
+///
+/// # Errors
+///
+/// As [`forward`].
+pub fn forward_traced(
+    model: &Model,
+    executor: &mut dyn Executor,
+    state: &mut State,
+    tokens: &[u32],
+    wanted: Wanted,
+    out: &mut Vec<f32>,
+    trace: &mut dyn FnMut(usize, &[f32]),
+) -> Result<(), ForwardError> {
+    let rows = check(model, state, tokens, &wanted)?;
+    let mut pass = Pass::new(model, executor, state.position, tokens.len());
+    pass.executor.ahead(LayerId(0));
+    pass.executor.gather(model.embedding, tokens, &mut pass.x)?;
+    for (index, (layer, memory)) in model.layers.iter().zip(&mut state.memories).enumerate() {
+        if index + 1 < model.layers.len() {
+            pass.executor.ahead(LayerId(index as u32 + 1));
+        }
+        pass.layer(LayerId(index as u32), layer, memory)?;
+        trace(index, &pass.x);
+    }
+    pass.logits(rows, out, trace)?;
+    state.position += tokens.len();
+    Ok(())
+}
+
+/// The rows whose logits are wanted, if the call is possible.
+fn check(
+    model: &Model,
+    state: &State,
+    tokens: &[u32],
+    wanted: &Wanted,
+) -> Result<Range<usize>, ForwardError> {
+    let (n_tokens, position, n_ctx, n_vocab) = (tokens.len(), state.position, state.n_ctx, model.n_vocab);
+    if tokens.is_empty() {
+        return Err(ForwardError::NoTokens);
+    }
+    if let Some(&token) = tokens.iter().find(|token| **token as usize >= n_vocab) {
+        return Err(ForwardError::Token { token, n_vocab });
+    }
+    if n_tokens > n_ctx.saturating_sub(position) {
+        return Err(ForwardError::ContextFull { position, n_tokens, n_ctx });
+    }
+    let fits = |(layer, memory): (&Layer, &Memory)| memory.fits(&layer.mixer);
+    if state.memories.len() != model.layers.len() || !model.layers.iter().zip(&state.memories).all(fits) {
+        return Err(ForwardError::OtherModel);
+    }
+    wanted.rows(n_tokens).ok_or_else(|| {
+        let Range { start, end } = if let Wanted::Rows(rows) = wanted { rows.clone() } else { 0..0 };
+        ForwardError::Wanted { start, end, n_tokens }
+    })
+}
+
+/// One call on its way through the layers.
+struct Pass<'a> {
+    model: &'a Model,
+    executor: &'a mut dyn Executor,
+    /// Of the first row.
+    position: usize,
+    /// The residual stream, `[m, n_embd]`.
+    x: Vec<f32>,
+    /// What a branch reads, `[m, n_embd]`.
+    normed: Vec<f32>,
+    /// What a branch adds, `[m, n_embd]`.
+    branch: Vec<f32>,
+    /// Of this call's positions; kept while layers rotate alike.
+    angles: Option<Angles>,
+    routing: Routing,
+}
+
+impl<'a> Pass<'a> {
+    fn new(model: &'a Model, executor: &'a mut dyn Executor, position: usize, m: usize) -> Self {
+        let stream = vec![0.0; m * model.n_embd];
+        Pass {
+            model,
+            executor,
+            position,
+            x: stream.clone(),
+            normed: stream.clone(),
+            branch: stream,
+            angles: None,
+            routing: Routing::default(),
+        }
+    }
+
+    fn layer(&mut self, at: LayerId, layer: &Layer, memory: &mut Memory) -> Result<(), ForwardError> {
+        rms_norm(self.executor, &layer.mixer_norm, &self.x, &mut self.normed);
+        match (&layer.mixer, memory) {
+            (Mixer::Attention(attention), Memory::Keys(cache)) => {
+                let rope = &attention.rope;
+                let m = self.x.len() / self.model.n_embd;
+                let kept = self.angles.take().filter(|angles| angles.belong_to(rope));
+                let angles = kept.unwrap_or_else(|| Angles::new(rope, self.position, m));
+                let rows = view(&self.normed, self.model.n_embd)?;
+                attention::run(
+                    self.executor,
+                    attention,
+                    cache,
+                    &angles,
+                    self.position,
+                    rows,
+                    &mut self.branch,
+                )?;
+                self.angles = Some(angles);
+            }
+        }
+        add(self.executor, self.model.n_embd, &mut self.x, &self.branch);
+        rms_norm(self.executor, &layer.ffn_norm, &self.x, &mut self.normed);
+        match &layer.ffn {
+            Ffn::Routed(routed) => self.routed(at, routed)?,
+        }
+        add(self.executor, self.model.n_embd, &mut self.x, &self.branch);
+        Ok(())
+    }
+
+    /// Sends `normed` to its experts.
+    fn routed(&mut self, at: LayerId, routed: &Routed) -> Result<(), ForwardError> {
+        let rows = view(&self.normed, self.model.n_embd)?;
+        let mut logits = vec![0.0; rows.n_rows() * routed.n_expert];
+        self.executor.linear(rows, &mut [Product { weight: routed.router, out: &mut logits }])?;
+        if let Some(bad) = logits.iter().position(|logit| !logit.is_finite()) {
+            let position = self.position + bad / routed.n_expert;
+            return Err(ForwardError::Router { value: logits[bad], layer: at, position });
+        }
+        routing::choose(&routed.rule, routed.n_expert, &logits, &mut self.routing);
+        self.executor.experts(at, rows, &self.routing, &mut self.branch)?;
+        Ok(())
+    }
+
+    /// The final norm and the head, of some rows.
+    fn logits(
+        &mut self,
+        rows: Range<usize>,
+        out: &mut Vec<f32>,
+        trace: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), ForwardError> {
+        out.clear();
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let (n_embd, n) = (self.model.n_embd, rows.len());
+        let normed = &mut self.normed[..n * n_embd];
+        let x = &self.x[rows.start * n_embd..rows.end * n_embd];
+        rms_norm(self.executor, &self.model.final_norm, x, normed);
+        trace(self.model.layers.len(), normed);
+        out.resize(n * self.model.n_vocab, 0.0);
+        self.executor.linear(view(normed, n_embd)?, &mut [Product { weight: self.model.head, out }])?;
+        Ok(())
+    }
+}

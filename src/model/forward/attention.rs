@@ -1,0 +1,78 @@
+//! Causal attention in f32, one piece of work per row and query head.
+
+use super::ForwardError;
+use super::memory::{Head, KvCache};
+use super::rope::Angles;
+use super::rows::{add_weighted, dot, for_each_chunk, norm_each, view};
+use crate::executor::{Executor, Product};
+use crate::model::parts::{Attention, RmsNorm};
+use crate::tensor::MatrixView;
+
+/// Appends `rows`, `[m, n_embd]` from `position` on, to the cache, and puts what they attend to in `out`.
+pub(super) fn run(
+    executor: &mut dyn Executor,
+    attention: &Attention,
+    cache: &mut KvCache,
+    angles: &Angles,
+    position: usize,
+    rows: MatrixView<'_, f32>,
+    out: &mut [f32],
+) -> Result<(), ForwardError> {
+    let &Attention { n_head, n_head_kv, head_dim, .. } = attention;
+    let (m, q_width, kv_width) = (rows.n_rows(), n_head * head_dim, n_head_kv * head_dim);
+    let (mut q, mut k, mut v) = (vec![0.0; m * q_width], vec![0.0; m * kv_width], vec![0.0; m * kv_width]);
+    executor.linear(
+        rows,
+        &mut [
+            Product { weight: attention.q, out: &mut q },
+            Product { weight: attention.k, out: &mut k },
+            Product { weight: attention.v, out: &mut v },
+        ],
+    )?;
+    norm_and_rotate(executor, attention.q_norm.as_ref(), angles, head_dim, q_width, &mut q);
+    norm_and_rotate(executor, attention.k_norm.as_ref(), angles, head_dim, kv_width, &mut k);
+    cache.append(position, &k, &v);
+
+    let mut heads = vec![0.0; m * q_width];
+    let group = n_head / n_head_kv;
+    for_each_chunk(executor, &mut heads, head_dim, &|piece, out| {
+        let (row, head) = (piece / n_head, piece % n_head);
+        let query = &q[piece * head_dim..(piece + 1) * head_dim];
+        attend(query, cache.head(head / group), position + row + 1, attention.scale, out);
+    });
+    executor.linear(view(&heads, q_width)?, &mut [Product { weight: attention.output, out }])?;
+    Ok(())
+}
+
+fn norm_and_rotate(
+    executor: &mut dyn Executor,
+    norm: Option<&RmsNorm>,
+    angles: &Angles,
+    head_dim: usize,
+    width: usize,
+    rows: &mut [f32],
+) {
+    for_each_chunk(executor, rows, width, &|row, heads| {
+        if let Some(norm) = norm {
+            norm_each(norm, heads);
+        }
+        angles.rotate(row, heads, head_dim);
+    });
+}
+
+/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the first `n` positions, `j` ascending.
+fn attend(query: &[f32], past: &Head, n: usize, scale: f32, out: &mut [f32]) {
+    let head_dim = query.len();
+    let keys = past.keys.chunks_exact(head_dim).take(n);
+    let mut scores: Vec<f32> = keys.map(|key| dot(query, key) * scale).collect();
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = 0.0f64;
+    for score in &mut scores {
+        *score = (*score - max).exp();
+        sum += f64::from(*score);
+    }
+    out.fill(0.0);
+    add_weighted(out, &scores, &past.values);
+    let scale = (1.0 / sum) as f32;
+    out.iter_mut().for_each(|out| *out *= scale);
+}

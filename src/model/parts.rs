@@ -1,0 +1,106 @@
+//! The parts that descriptions are made of: plain data, nothing computed.
+//!
+//! A family that needs another kind of mixer, FFN, gating or option adds it here and in `forward`.
+
+use crate::executor::WeightId;
+
+/// One transformer block: `x += mixer(mixer_norm(x)); x += ffn(ffn_norm(x))`.
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub mixer_norm: RmsNorm,
+    pub mixer: Mixer,
+    pub ffn_norm: RmsNorm,
+    pub ffn: Ffn,
+}
+
+/// `x / sqrt(mean(x²) + eps) · weight`, over each run of `weight.len()` values.
+///
+/// So the width says what is normed: a weight of `head_dim` norms each head by itself, one of all heads
+/// together the whole vector.
+#[derive(Clone, Debug)]
+pub(crate) struct RmsNorm {
+    pub weight: Vec<f32>,
+    pub eps: f32,
+}
+
+/// What mixes positions.
+#[derive(Clone, Debug)]
+pub(crate) enum Mixer {
+    Attention(Attention),
+}
+
+/// Causal attention with a key-value cache; query head `h` reads key head `h / (n_head / n_head_kv)`.
+#[derive(Clone, Debug)]
+pub(crate) struct Attention {
+    /// `[n_head · head_dim, n_embd]`.
+    pub q: WeightId,
+    /// `[n_head_kv · head_dim, n_embd]`.
+    pub k: WeightId,
+    /// `[n_head_kv · head_dim, n_embd]`.
+    pub v: WeightId,
+    /// `[n_embd, n_head · head_dim]`.
+    pub output: WeightId,
+    pub n_head: usize,
+    /// Divides `n_head`.
+    pub n_head_kv: usize,
+    pub head_dim: usize,
+    /// Before the rotation; a head or all heads wide.
+    pub q_norm: Option<RmsNorm>,
+    pub k_norm: Option<RmsNorm>,
+    pub rope: Rope,
+    /// What scores are multiplied by before the softmax.
+    pub scale: f32,
+}
+
+/// Rotary position embedding of the first `n_rot` values of a head.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Rope {
+    pub pairing: Pairing,
+    /// Even, at most `head_dim`.
+    pub n_rot: usize,
+    pub base: f32,
+    /// What positions are multiplied by: 1 / scaling factor.
+    pub position_scale: f32,
+}
+
+/// Which values of a head turn together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pairing {
+    /// Pair `p` is `(p, p + n_rot / 2)`; GGUF's NEOX.
+    Halves,
+}
+
+/// The feed-forward half of a layer.
+#[derive(Clone, Debug)]
+pub(crate) enum Ffn {
+    Routed(Routed),
+}
+
+/// A mixture of experts, whose matrices are the layer's bank in the weight table.
+#[derive(Clone, Debug)]
+pub(crate) struct Routed {
+    /// `[n_expert, n_embd]`, F32.
+    pub router: WeightId,
+    pub n_expert: usize,
+    pub n_ff: usize,
+    pub rule: RoutingRule,
+}
+
+/// How router logits become experts and weights.
+#[derive(Clone, Debug)]
+pub(crate) struct RoutingRule {
+    pub gating: Gating,
+    /// Experts per token, at most `n_expert`.
+    pub n_used: usize,
+    /// Whether the weights of the chosen are divided by their sum.
+    pub normalise: bool,
+    /// What the weights are then multiplied by.
+    pub scale: f32,
+}
+
+/// The function that turns logits into the scores that are ranked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Gating {
+    /// Softmax over all experts.
+    Softmax,
+}

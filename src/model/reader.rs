@@ -1,0 +1,376 @@
+//! What families are built with: reads keys, finds tensors, checks both, and collects the weight table.
+//!
+//! Nothing is allocated from a number that the metadata claims: a list grows only as fast as tensors are
+//! found, and a norm is read only when its bytes are there.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::parts::{Attention, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule};
+use super::{Model, ModelError};
+use crate::blocks;
+use crate::executor::{ExpertBank, Weight, WeightId, WeightTable};
+use crate::tensor::{Dtype, Metadata, MetadataError, TensorInfo, TensorSource, Value};
+use crate::units::LayerId;
+
+/// No width, count or length of a model may exceed this; products of two of them then fit easily.
+const MAX_SIZE: usize = 1 << 24;
+
+/// As many experts per layer as the reference implementation takes.
+const MAX_EXPERTS: usize = 512;
+
+/// Whether the source holds experts at all, in any naming.
+pub(super) fn has_experts(source: &dyn TensorSource) -> bool {
+    // Very old files hold one tensor per expert: `blk.0.ffn_gate.7.weight`.
+    let stacked = |name: &str| name.contains("_exps.") || name.contains(".ffn_gate.0.");
+    source.tensors().iter().any(|tensor| stacked(&tensor.name))
+}
+
+/// The sizes that every family has.
+#[derive(Clone, Debug)]
+pub(super) struct Sizes {
+    pub n_layer: usize,
+    pub n_ctx: usize,
+    pub n_embd: usize,
+    pub n_head: usize,
+    pub n_head_kv: usize,
+    pub head_dim: usize,
+    pub n_expert: usize,
+    pub n_used: usize,
+    /// Of every norm.
+    pub eps: f32,
+}
+
+/// Whether a file may leave out `output.weight`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Head {
+    /// It must be there.
+    Required,
+    /// Without it the embedding is the head.
+    TiedIfAbsent,
+}
+
+/// A source on its way to a [`Model`].
+pub(super) struct Reader<'a> {
+    source: &'a dyn TensorSource,
+    architecture: &'static str,
+    weights: WeightTable,
+    /// Tensors that the description uses.
+    used: BTreeSet<&'a str>,
+}
+
+/// Keys.
+impl<'a> Reader<'a> {
+    pub fn new(source: &'a dyn TensorSource, architecture: &'static str) -> Self {
+        Reader { source, architecture, weights: WeightTable::default(), used: BTreeSet::new() }
+    }
+
+    fn metadata(&self) -> &'a Metadata {
+        self.source.metadata()
+    }
+
+    fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture)
+    }
+
+    fn setting(&self, key: &str, found: impl ToString, expected: impl ToString) -> ModelError {
+        ModelError::Setting { key: self.key(key), found: found.to_string(), expected: expected.to_string() }
+    }
+
+    /// A size that must be there, from 1 to [`MAX_SIZE`].
+    pub fn count(&self, key: &str) -> Result<usize, ModelError> {
+        self.optional_count(key)?.ok_or_else(|| MetadataError::Missing(self.key(key)).into())
+    }
+
+    /// A size that may be missing.
+    pub fn optional_count(&self, key: &str) -> Result<Option<usize>, ModelError> {
+        let Some(found) = self.metadata().optional_u32(&self.key(key))? else { return Ok(None) };
+        match usize::try_from(found) {
+            Ok(count) if (1..=MAX_SIZE).contains(&count) => Ok(Some(count)),
+            _ => Err(self.setting(key, found, format!("1 to {MAX_SIZE}"))),
+        }
+    }
+
+    fn optional_f32(&self, key: &str) -> Result<Option<f32>, ModelError> {
+        Ok(self.metadata().optional_f32(&self.key(key))?)
+    }
+
+    /// The factor of all expert weights; GGUF writes none as 0 or as 1.
+    pub fn expert_weights_scale(&self) -> Result<f32, ModelError> {
+        Ok(self.optional_f32("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0))
+    }
+
+    /// The sizes that every family has, each possible by itself and with the others.
+    pub fn sizes(&self) -> Result<Sizes, ModelError> {
+        let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);
+        let n_head_kv = self.optional_count("attention.head_count_kv")?.unwrap_or(n_head);
+        if !n_head.is_multiple_of(n_head_kv) {
+            return Err(self.setting("attention.head_count_kv", n_head_kv, format!("a divisor of {n_head}")));
+        }
+        let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
+        if n_expert > MAX_EXPERTS {
+            return Err(self.setting("expert_count", n_expert, format!("1 to {MAX_EXPERTS}")));
+        }
+        if n_used > n_expert {
+            return Err(self.setting("expert_used_count", n_used, format!("1 to {n_expert}")));
+        }
+        Ok(Sizes {
+            n_layer: self.count("block_count")?,
+            n_ctx: self.count("context_length")?,
+            n_embd,
+            n_head,
+            n_head_kv,
+            head_dim: self.head_dim(n_embd, n_head)?,
+            n_expert,
+            n_used,
+            eps: self.eps()?,
+        })
+    }
+
+    fn head_dim(&self, n_embd: usize, n_head: usize) -> Result<usize, ModelError> {
+        let Some(head_dim) = self.optional_count("attention.key_length")? else {
+            let whole = n_embd.is_multiple_of(n_head);
+            let expected = || format!("a divisor of {n_embd}, or `{}`", self.key("attention.key_length"));
+            return if whole {
+                Ok(n_embd / n_head)
+            } else {
+                Err(self.setting("attention.head_count", n_head, expected()))
+            };
+        };
+        match self.optional_count("attention.value_length")? {
+            Some(found) if found != head_dim => {
+                Err(self.setting("attention.value_length", found, format!("{head_dim}, as the keys")))
+            }
+            _ => Ok(head_dim),
+        }
+    }
+
+    fn eps(&self) -> Result<f32, ModelError> {
+        let key = "attention.layer_norm_rms_epsilon";
+        let eps = self.optional_f32(key)?.ok_or_else(|| MetadataError::Missing(self.key(key)))?;
+        if eps > 0.0 && eps < 1.0 { Ok(eps) } else { Err(self.setting(key, eps, "between 0 and 1")) }
+    }
+
+    fn rope(&self, pairing: Pairing, head_dim: usize) -> Result<Rope, ModelError> {
+        let n_rot = self.optional_count("rope.dimension_count")?.unwrap_or(head_dim);
+        if n_rot > head_dim || !n_rot.is_multiple_of(2) {
+            let expected = format!("an even number up to {head_dim}");
+            return Err(self.setting("rope.dimension_count", n_rot, expected));
+        }
+        let base = self.optional_f32("rope.freq_base")?.unwrap_or(10_000.0);
+        if base <= 0.0 {
+            return Err(self.setting("rope.freq_base", base, "a positive number"));
+        }
+        Ok(Rope { pairing, n_rot, base, position_scale: self.position_scale()? })
+    }
+
+    /// 1 / factor under linear scaling, 1 under none. Other kinds would be ignored silently, so they are refused.
+    fn position_scale(&self) -> Result<f32, ModelError> {
+        let kind = self.metadata().optional_str(&self.key("rope.scaling.type"))?.unwrap_or("linear");
+        let factor = match self.optional_f32("rope.scaling.factor")? {
+            Some(factor) => factor,
+            None => self.optional_f32("rope.scale_linear")?.unwrap_or(1.0),
+        };
+        match kind {
+            "none" => Ok(1.0),
+            "linear" if factor == 0.0 => Ok(1.0),
+            "linear" if factor > 0.0 => Ok(1.0 / factor),
+            "linear" => Err(self.setting("rope.scaling.factor", factor, "a positive number")),
+            other => Err(self.setting("rope.scaling.type", other, "none or linear")),
+        }
+    }
+}
+
+/// Tensors.
+impl<'a> Reader<'a> {
+    /// The tensor `name`, of exactly these dimensions and a type that can be computed. Counts as used.
+    fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<&'a TensorInfo, ModelError> {
+        let tensor = self.source.find(name).ok_or_else(|| ModelError::MissingTensor(name.to_owned()))?;
+        let expected: Vec<u64> = dims.iter().map(|dim| *dim as u64).collect();
+        if without_trailing_ones(&tensor.dims) != without_trailing_ones(&expected) {
+            return Err(ModelError::Shape { tensor: name.to_owned(), found: tensor.dims.clone(), expected });
+        }
+        if !blocks::is_supported(tensor.dtype) {
+            return Err(ModelError::Unsupported { tensor: name.to_owned(), dtype: tensor.dtype });
+        }
+        if tensor_bytes(tensor) != Some(tensor.place.len) {
+            return Err(ModelError::Length {
+                tensor: name.to_owned(),
+                dtype: tensor.dtype,
+                found: tensor.place.len,
+                dims: tensor.dims.clone(),
+            });
+        }
+        self.used.insert(&tensor.name);
+        Ok(tensor)
+    }
+
+    fn matrix(&mut self, name: &str, n_in: usize, n_out: usize) -> Result<WeightId, ModelError> {
+        let tensor = self.tensor(name, &[n_in, n_out])?;
+        Ok(self.weights.push(Weight { place: tensor.place, dtype: tensor.dtype, n_in, n_out }))
+    }
+
+    fn f32_vector(&mut self, name: &str, width: usize, eps: f32) -> Result<RmsNorm, ModelError> {
+        let tensor = self.tensor(name, &[width])?;
+        require_f32(tensor)?;
+        let bytes = self
+            .source
+            .bytes(tensor.place)
+            .map_err(|error| ModelError::Source { tensor: name.to_owned(), error })?;
+        let (numbers, _) = bytes.as_chunks::<4>();
+        Ok(RmsNorm { weight: numbers.iter().map(|number| f32::from_le_bytes(*number)).collect(), eps })
+    }
+
+    /// The norm `blk.<layer>.<part>.weight`.
+    pub fn norm(&mut self, at: LayerId, part: &str, width: usize, eps: f32) -> Result<RmsNorm, ModelError> {
+        self.f32_vector(&in_layer(at, part), width, eps)
+    }
+
+    /// Plain attention without norms: `attn_q`, `attn_k`, `attn_v`, `attn_output`, scores over `√head_dim`.
+    pub fn attention(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        pairing: Pairing,
+    ) -> Result<Attention, ModelError> {
+        let &Sizes { n_embd, n_head, n_head_kv, head_dim, .. } = sizes;
+        let (q_width, kv_width) = (n_head * head_dim, n_head_kv * head_dim);
+        Ok(Attention {
+            q: self.matrix(&in_layer(at, "attn_q"), n_embd, q_width)?,
+            k: self.matrix(&in_layer(at, "attn_k"), n_embd, kv_width)?,
+            v: self.matrix(&in_layer(at, "attn_v"), n_embd, kv_width)?,
+            output: self.matrix(&in_layer(at, "attn_output"), q_width, n_embd)?,
+            n_head,
+            n_head_kv,
+            head_dim,
+            q_norm: None,
+            k_norm: None,
+            rope: self.rope(pairing, head_dim)?,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+        })
+    }
+
+    /// The router and the stacked experts of a layer.
+    pub fn routed(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        n_ff: usize,
+        rule: RoutingRule,
+    ) -> Result<Routed, ModelError> {
+        let &Sizes { n_embd, n_expert, .. } = sizes;
+        let name = in_layer(at, "ffn_gate_inp");
+        let router = self.matrix(&name, n_embd, n_expert)?;
+        if let Some(tensor) = self.source.find(&name) {
+            require_f32(tensor)?;
+        }
+        let bank = ExpertBank {
+            gate: self.stack(&in_layer(at, "ffn_gate_exps"), n_embd, n_ff, n_expert)?,
+            up: self.stack(&in_layer(at, "ffn_up_exps"), n_embd, n_ff, n_expert)?,
+            down: self.stack(&in_layer(at, "ffn_down_exps"), n_ff, n_embd, n_expert)?,
+        };
+        self.weights.set_bank(at, bank);
+        Ok(Routed { router, n_expert, n_ff, rule })
+    }
+
+    /// The matrices of a stacked tensor, one after the other.
+    fn stack(&mut self, name: &str, n_in: usize, n_out: usize, n: usize) -> Result<Vec<Weight>, ModelError> {
+        let tensor = self.tensor(name, &[n_in, n_out, n])?;
+        let len = tensor.place.len / n as u64;
+        (0..n as u64)
+            .map(|expert| {
+                // The parts of a place end where it ends.
+                let place = tensor.place.part(expert * len, len)?;
+                Some(Weight { place, dtype: tensor.dtype, n_in, n_out })
+            })
+            .collect::<Option<_>>()
+            .ok_or_else(|| ModelError::MissingTensor(name.to_owned()))
+    }
+
+    /// Builds `n_layer` layers, as long as their tensors are there.
+    pub fn layers(
+        &mut self,
+        sizes: &Sizes,
+        mut layer: impl FnMut(&mut Self, LayerId) -> Result<Layer, ModelError>,
+    ) -> Result<Vec<Layer>, ModelError> {
+        let mut layers = Vec::new();
+        for at in 0..sizes.n_layer {
+            layers.push(layer(self, LayerId(at as u32))?);
+        }
+        Ok(layers)
+    }
+
+    /// Adds embedding, final norm and head, and makes sure that no tensor was left unused.
+    pub fn finish(mut self, sizes: &Sizes, layers: Vec<Layer>, head: Head) -> Result<Model, ModelError> {
+        let n_vocab = self.n_vocab()?;
+        let embedding = self.matrix(EMBEDDING, sizes.n_embd, n_vocab)?;
+        let head = match head {
+            Head::TiedIfAbsent if self.source.find(HEAD).is_none() => embedding,
+            _ => self.matrix(HEAD, sizes.n_embd, n_vocab)?,
+        };
+        let final_norm = self.f32_vector("output_norm.weight", sizes.n_embd, sizes.eps)?;
+        if let Some(left) = self.source.tensors().iter().find(|t| !self.used.contains(t.name.as_str())) {
+            let tensor = left.name.clone();
+            return Err(ModelError::UnknownTensor { tensor, architecture: self.architecture });
+        }
+        Ok(Model {
+            architecture: self.architecture,
+            n_embd: sizes.n_embd,
+            n_vocab,
+            n_ctx: sizes.n_ctx,
+            embedding,
+            layers,
+            final_norm,
+            head,
+            weights: Arc::new(self.weights),
+        })
+    }
+
+    /// Rows of the embedding, with which the token list and `vocab_size` must agree where they are there.
+    fn n_vocab(&self) -> Result<usize, ModelError> {
+        let missing = || ModelError::MissingTensor(EMBEDDING.to_owned());
+        let rows = self.source.find(EMBEDDING).ok_or_else(missing)?.n_out();
+        let rows = usize::try_from(rows)
+            .ok()
+            .filter(|rows| (1..=MAX_SIZE).contains(rows))
+            .ok_or_else(|| self.setting("vocab_size", rows, format!("1 to {MAX_SIZE}")))?;
+        let tokens = match self.metadata().get(TOKENS) {
+            Some(Value::Array(tokens)) => Some(tokens.len() as u64),
+            _ => None,
+        };
+        let stated = self.metadata().optional_u32(&self.key("vocab_size"))?.map(u64::from);
+        for (key, found) in [(TOKENS.to_owned(), tokens), (self.key("vocab_size"), stated)] {
+            if let Some(found) = found.filter(|found| *found != rows as u64) {
+                return Err(ModelError::Vocabulary { key, found, rows });
+            }
+        }
+        Ok(rows)
+    }
+}
+
+const EMBEDDING: &str = "token_embd.weight";
+const HEAD: &str = "output.weight";
+const TOKENS: &str = "tokenizer.ggml.tokens";
+
+fn in_layer(at: LayerId, part: &str) -> String {
+    format!("blk.{at}.{part}.weight")
+}
+
+fn require_f32(tensor: &TensorInfo) -> Result<(), ModelError> {
+    match tensor.dtype {
+        Dtype::F32 => Ok(()),
+        dtype => Err(ModelError::NotF32 { tensor: tensor.name.clone(), dtype }),
+    }
+}
+
+/// Some writers drop dimensions of 1 at the end, others keep them.
+fn without_trailing_ones(dims: &[u64]) -> &[u64] {
+    let n = dims.iter().rposition(|dim| *dim != 1).map_or(0, |last| last + 1);
+    &dims[..n]
+}
+
+/// Bytes that the dimensions need; `None` when rows are no whole blocks or the product overflows.
+fn tensor_bytes(tensor: &TensorInfo) -> Option<u64> {
+    let row = tensor.dtype.row_bytes(tensor.n_in())?;
+    tensor.dims.iter().skip(1).try_fold(row, |bytes, dim| bytes.checked_mul(*dim))
+}

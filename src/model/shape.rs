@@ -1,0 +1,134 @@
+//! The sizes that a planner needs, and nothing of where anything lies.
+
+use super::parts::{Ffn, Mixer};
+use super::{Model, RmsNorm};
+use crate::executor::Weight;
+use crate::tensor::Dtype;
+use crate::units::LayerId;
+
+/// A model as the planner sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// The family, as `general.architecture` names it.
+    pub architecture: String,
+    /// Layers, with and without experts.
+    pub n_layer: usize,
+    /// Width of the residual stream.
+    pub n_embd: usize,
+    /// Tokens in the vocabulary.
+    pub n_vocab: usize,
+    /// The layers that have experts, in order.
+    pub moe_layers: Vec<MoeLayerShape>,
+    /// Weights outside the experts that one token reads: attention, routers, norms, head, one embedding row.
+    pub dense_weights: u64,
+    /// The bytes of these in the source.
+    pub dense_bytes: u64,
+    /// Bytes that one more position adds to the key-value caches of all layers.
+    pub kv_bytes_per_token: u64,
+}
+
+/// One layer of experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoeLayerShape {
+    /// Which layer.
+    pub layer: LayerId,
+    /// Experts that each token is sent to.
+    pub n_used: usize,
+    /// For each expert its gate, up and down matrix, in the order of [`crate::tensor::Projection::ALL`].
+    pub experts: Vec<[MatrixShape; 3]>,
+}
+
+/// One matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// Inputs: K.
+    pub n_in: usize,
+    /// Outputs: N.
+    pub n_out: usize,
+    /// Its type in the source.
+    pub dtype: Dtype,
+    /// Its bytes in the source.
+    pub bytes: u64,
+}
+
+impl MoeLayerShape {
+    /// Number of experts.
+    pub fn n_expert(&self) -> usize {
+        self.experts.len()
+    }
+}
+
+impl MatrixShape {
+    /// The shape of a matrix in a weight table.
+    fn of(weight: &Weight) -> MatrixShape {
+        let &Weight { n_in, n_out, dtype, place } = weight;
+        MatrixShape { n_in, n_out, dtype, bytes: place.len }
+    }
+
+    /// Number of weights: multiply-adds for one row.
+    pub fn n_weights(&self) -> u64 {
+        self.n_in as u64 * self.n_out as u64
+    }
+}
+
+impl Model {
+    /// The sizes that the planner needs.
+    pub fn shape(&self) -> ModelShape {
+        let (dense_weights, dense_bytes) = self.dense();
+        ModelShape {
+            architecture: self.architecture.to_owned(),
+            n_layer: self.n_layer(),
+            n_embd: self.n_embd,
+            n_vocab: self.n_vocab,
+            moe_layers: self.moe_layers(),
+            dense_weights,
+            dense_bytes,
+            kv_bytes_per_token: self.layers.iter().map(|layer| layer.mixer.bytes_per_token()).sum(),
+        }
+    }
+
+    fn moe_layers(&self) -> Vec<MoeLayerShape> {
+        let shape = |(layer, bank): (LayerId, &crate::executor::ExpertBank)| {
+            let Ffn::Routed(routed) = &self.layers.get(layer.index())?.ffn;
+            let matrices = bank.gate.iter().zip(&bank.up).zip(&bank.down);
+            let experts = matrices.map(|((gate, up), down)| [gate, up, down].map(MatrixShape::of)).collect();
+            Some(MoeLayerShape { layer, n_used: routed.rule.n_used, experts })
+        };
+        self.weights.banks().filter_map(shape).collect()
+    }
+
+    /// Weights and bytes that a token reads outside the experts.
+    fn dense(&self) -> (u64, u64) {
+        let matrices: Vec<MatrixShape> = self.weights.linears().iter().map(MatrixShape::of).collect();
+        let embedding = self.weights.linear(self.embedding).map(MatrixShape::of);
+        let norms: u64 = self.norms().map(|norm| norm.weight.len() as u64).sum();
+        let weights = norms + matrices.iter().map(MatrixShape::n_weights).sum::<u64>();
+        let bytes = norms * 4 + matrices.iter().map(|matrix| matrix.bytes).sum::<u64>();
+        // Of an embedding that is no head, only a row is read; a tied one is read whole, and a row again.
+        let Some(embedding) = embedding else { return (weights, bytes) };
+        let (n, row) = (embedding.n_out as u64, embedding.n_in as u64);
+        let unread = if self.head == self.embedding { 0 } else { n };
+        (weights + row - unread * row, bytes + embedding.bytes / n - unread * (embedding.bytes / n))
+    }
+
+    fn norms(&self) -> impl Iterator<Item = &RmsNorm> {
+        let layers = self.layers.iter().flat_map(|layer| {
+            let Mixer::Attention(attention) = &layer.mixer;
+            [
+                Some(&layer.mixer_norm),
+                attention.q_norm.as_ref(),
+                attention.k_norm.as_ref(),
+                Some(&layer.ffn_norm),
+            ]
+        });
+        layers.flatten().chain([&self.final_norm])
+    }
+}
+
+impl Mixer {
+    /// Bytes that one position adds to this layer's memory of the past.
+    fn bytes_per_token(&self) -> u64 {
+        let Mixer::Attention(attention) = self;
+        (2 * size_of::<f32>() * attention.n_head_kv * attention.head_dim) as u64
+    }
+}
