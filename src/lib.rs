@@ -5,6 +5,7 @@
 
 pub mod blocks;
 pub mod bytes;
+pub mod calibrate;
 pub mod chat;
 pub mod device;
 pub mod executor;

@@ -2,6 +2,10 @@
 #![allow(dead_code)]
 
 pub mod gguf_builder;
+pub mod memory_source;
+pub mod naive_executor;
+pub mod naive_forward;
+pub mod recorder;
 
 use std::path::PathBuf;
 

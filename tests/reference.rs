@@ -1,0 +1,423 @@
+//! Our numbers against llama.cpp's: small models of each family with its logits, and the bundled model.
+//!
+//! `fixtures/models/reference/` has the families and types that are enough to find a mistake; the variable
+//! `ORKPACK_REFERENCE` may name a folder with more of the same kind.
+
+#![allow(clippy::print_stdout)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use orkpack::bytes::{Io, Limits};
+use orkpack::calibrate::{self, Cut};
+use orkpack::executor::Executor;
+use orkpack::executor::cpu::{CpuExecutor, KernelMode};
+use orkpack::gguf::GgufFile;
+use orkpack::model::evaluate::{argmax, perplexity};
+use orkpack::model::{Model, ModelError, State, Wanted, forward, forward_traced};
+use orkpack::tensor::TensorSource;
+use orkpack::threads::Pool;
+use orkpack::tokenizer::{Special, Tokenizer};
+use serde_json::Value;
+
+use crate::support::fixture;
+use crate::support::naive_executor::NaiveExecutor;
+use crate::support::recorder::Recorder;
+
+/// A model with what llama.cpp says of it.
+struct Reference {
+    path: PathBuf,
+    json: Value,
+    file: Arc<GgufFile>,
+    model: Model,
+}
+
+impl Reference {
+    /// `None` where the family or an element type is none of ours.
+    fn open(path: &Path) -> Option<Reference> {
+        let file = GgufFile::open(path, Io::Map, &Limits::default()).unwrap();
+        let model = match Model::describe(&file) {
+            Ok(model) => model,
+            Err(ModelError::Architecture { .. } | ModelError::Unsupported { .. }) => return None,
+            Err(other) => panic!("{}: {other}", path.display()),
+        };
+        let json = serde_json::from_slice(&fs::read(path.with_extension("json")).unwrap()).unwrap();
+        Some(Reference { path: path.to_owned(), json, file: Arc::new(file), model })
+    }
+
+    fn name(&self) -> &str {
+        self.path.file_stem().and_then(|stem| stem.to_str()).unwrap()
+    }
+
+    fn is_f32(&self) -> bool {
+        self.json["type"] == "F32"
+    }
+
+    /// What the file's weights give in f32: the run itself, or that of the dequantised weights.
+    fn exact(&self) -> &Value {
+        if self.is_f32() { &self.json } else { &self.json["dequantized_f32"] }
+    }
+
+    fn exact_logits(&self) -> Vec<f32> {
+        self.floats(if self.is_f32() { "logits.f32" } else { "deq.logits.f32" })
+    }
+
+    fn floats(&self, extension: &str) -> Vec<f32> {
+        let bytes = fs::read(self.path.with_extension(extension)).unwrap();
+        bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+    }
+
+    fn prompt(&self) -> Vec<u32> {
+        ids(&self.json["prompt_tokens"])
+    }
+}
+
+/// The executor of the runtime. One thread each: the tests themselves run side by side.
+fn executor(file: &Arc<GgufFile>, model: &Model, mode: KernelMode) -> CpuExecutor {
+    CpuExecutor::new(file.clone(), model.weights().clone(), Arc::new(Pool::new(1)), mode).unwrap()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn floats(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+/// The bundled reference models, all of which we can run, and those of `ORKPACK_REFERENCE` that we can.
+fn references() -> Vec<Reference> {
+    let bundled = models(&fixture("models/reference"));
+    let found: Vec<Reference> = bundled.iter().filter_map(|path| Reference::open(path)).collect();
+    assert_eq!(found.len(), bundled.len());
+    let more = std::env::var_os("ORKPACK_REFERENCE").map(|folder| models(Path::new(&folder)));
+    let more = more.unwrap_or_default();
+    found.into_iter().chain(more.iter().filter_map(|path| Reference::open(path))).collect()
+}
+
+fn models(folder: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let is_model = |path: &PathBuf| {
+        path.extension().is_some_and(|e| e == "gguf") && path.with_extension("json").exists()
+    };
+    let mut models: Vec<PathBuf> = files.filter(is_model).collect();
+    models.sort();
+    models
+}
+
+fn furthest(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// What a run of the prompt gives.
+struct Run {
+    /// Of every position.
+    logits: Vec<f32>,
+    /// Of the last position: after each layer, then after the final norm.
+    hidden: Vec<f32>,
+    /// `[layer][position][slot]`.
+    choices: Vec<Vec<Vec<u32>>>,
+    /// Thirty-two tokens after the prompt.
+    greedy: Vec<u32>,
+}
+
+impl Run {
+    fn new(reference: &Reference, executor: &mut dyn Executor) -> Run {
+        let (model, prompt) = (&reference.model, reference.prompt());
+        let mut recorder = Recorder::new(executor);
+        let mut state = State::new(model, prompt.len() + 32);
+        let (mut logits, mut hidden) = (Vec::new(), Vec::new());
+        let mut last_row = |_, rows: &[f32]| hidden.extend_from_slice(&rows[rows.len() - model.n_embd()..]);
+        forward_traced(model, &mut recorder, &mut state, &prompt, Wanted::All, &mut logits, &mut last_row)
+            .unwrap();
+        let choices = (0..model.n_layer()).map(|layer| recorder.choices(layer)).collect();
+        let mut next = argmax(&logits[logits.len() - model.n_vocab()..]);
+        let mut out = Vec::new();
+        let greedy = (0..32).map(|_| {
+            let token = next;
+            forward(model, &mut recorder, &mut state, &[token], Wanted::Last, &mut out).unwrap();
+            next = argmax(&out);
+            token
+        });
+        let greedy = greedy.collect();
+        Run { logits, hidden, choices, greedy }
+    }
+
+    fn last_logits(&self, model: &Model) -> &[f32] {
+        &self.logits[self.logits.len() - model.n_vocab()..]
+    }
+
+    fn rows<'a>(&'a self, model: &Model) -> impl Iterator<Item = &'a [f32]> {
+        self.logits.chunks_exact(model.n_vocab())
+    }
+
+    /// Margins where a position chose another set of experts than in `expected`, in the first layer where it
+    /// did: its later layers see another input.
+    fn flips(&self, expected: &Value) -> Vec<f64> {
+        let mut flips = BTreeMap::new();
+        for (layer, ours) in self.choices.iter().enumerate() {
+            let layer = &expected["routing"][layer.to_string()];
+            let margins = floats(&layer["margin"]);
+            let theirs = layer["topk"].as_array().unwrap();
+            assert_eq!((ours.len(), margins.len()), (theirs.len(), theirs.len()));
+            for (position, ((ours, theirs), margin)) in ours.iter().zip(theirs).zip(margins).enumerate() {
+                let sorted = |mut ids: Vec<u32>| {
+                    ids.sort_unstable();
+                    ids
+                };
+                if sorted(ours.clone()) != sorted(ids(theirs)) {
+                    flips.entry(position).or_insert(margin);
+                }
+            }
+        }
+        flips.into_values().collect()
+    }
+
+    /// Compares the greedy text up to the first step whose lead is within `tolerance`.
+    fn check_greedy(&self, name: &str, expected: &Value, tolerance: f64) -> usize {
+        let margins = floats(&expected["greedy_margins"]);
+        let sure = margins.iter().take_while(|margin| **margin > tolerance).count();
+        assert_eq!(self.greedy[..sure], ids(&expected["greedy_tokens"])[..sure], "{name}");
+        sure
+    }
+}
+
+/// Everything about a model that arithmetic in f32 determines.
+fn check_exact(reference: &Reference, executor: &mut dyn Executor) {
+    let (name, model, expected) = (reference.name(), &reference.model, reference.exact());
+    let run = Run::new(reference, executor);
+    let far = furthest(run.last_logits(model), &reference.exact_logits());
+    assert!(far < 1e-3, "{name}: logits are {far} apart");
+    if reference.is_f32() {
+        let far = furthest(&run.hidden, &reference.floats("hidden.f32"));
+        assert!(far < 1e-3, "{name}: hidden states are {far} apart");
+    }
+    assert_eq!(
+        run.rows(model).map(argmax).collect::<Vec<_>>(),
+        ids(&expected["argmax_per_position"]),
+        "{name}"
+    );
+    let flips = run.flips(expected);
+    assert!(flips.iter().all(|margin| *margin < 1e-5), "{name}: {flips:?}");
+    assert!(run.check_greedy(name, expected, 2e-3) > 4, "{name}");
+}
+
+#[test]
+fn dequantised_weights_in_f32_give_the_reference_logits() {
+    let references = references();
+    for reference in &references {
+        check_exact(reference, &mut NaiveExecutor::new(&*reference.file, reference.model.weights()));
+        check_exact(reference, &mut executor(&reference.file, &reference.model, KernelMode::Exact));
+    }
+    println!("{} reference models ran", references.len());
+}
+
+/// Rounding activations to 8 bits moves logits; nobody's rounding is the right one, so ours is held to what
+/// llama.cpp's own costs it.
+#[test]
+fn quantised_activations_cost_no_more_than_in_the_reference() {
+    for reference in references().iter().filter(|reference| !reference.is_f32()) {
+        let (name, expected) = (reference.name(), reference.exact());
+        let run = Run::new(reference, &mut executor(&reference.file, &reference.model, KernelMode::Fast));
+        let (ours, exact) = (run.last_logits(&reference.model), reference.exact_logits());
+        let squares: f64 = ours.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        let rms = (squares / exact.len() as f64).sqrt();
+        let theirs = expected["rms_diff_logits"].as_f64().unwrap();
+        assert!(rms <= 2.0 * theirs, "{name}: rms {rms}, theirs {theirs}");
+        // A choice may go another way where two experts are nearly tied, and nowhere else.
+        let flips = run.flips(expected);
+        let n_theirs = expected["topk_sets_differing"].as_u64().unwrap() as usize;
+        assert!(flips.len() <= 2 * n_theirs + 2, "{name}: {flips:?}, theirs {n_theirs}");
+        assert!(flips.iter().all(|margin| *margin < 0.05), "{name}: {flips:?}");
+    }
+}
+
+/// The bundled model in one quantisation, and what two implementations say of it.
+struct Bundled {
+    quantisation: &'static str,
+    json: Value,
+    file: Arc<GgufFile>,
+    model: Model,
+}
+
+impl Bundled {
+    fn both() -> [Bundled; 2] {
+        let open = |quantisation| {
+            let path = fixture(&format!("models/tiny-moe-{quantisation}.gguf"));
+            let file = GgufFile::open(&path, Io::Map, &Limits::default()).unwrap();
+            let json = fs::read(fixture("vectors/tiny-moe.json")).unwrap();
+            let json = serde_json::from_slice(&json).unwrap();
+            Bundled { quantisation, json, model: Model::describe(&file).unwrap(), file: Arc::new(file) }
+        };
+        ["q8_0", "q4_k_m"].map(open)
+    }
+
+    fn tokens(&self, text: &str) -> Vec<u32> {
+        let text = fs::read_to_string(fixture("corpora").join(text)).unwrap();
+        let tokenizer = Tokenizer::from_metadata(self.file.metadata()).unwrap();
+        tokenizer.encode(&text, Special::Parse).unwrap()
+    }
+}
+
+/// How each mode is judged: by which column, and how far it may be away.
+struct Judge {
+    mode: KernelMode,
+    column: &'static str,
+    /// Of one of the twenty largest logits after a prompt.
+    logits: f64,
+    /// Greedy text is compared up to the first lead below this.
+    lead: f64,
+    /// Share of routing choices.
+    choices: f64,
+    /// Of the perplexity.
+    perplexity: f64,
+}
+
+const EXACT: Judge = Judge {
+    mode: KernelMode::Exact,
+    column: "f32",
+    logits: 2e-4,
+    lead: 0.01,
+    choices: 0.0002,
+    perplexity: 0.0001,
+};
+
+const FAST: Judge = Judge {
+    mode: KernelMode::Fast,
+    column: "llama.cpp",
+    logits: 0.1,
+    lead: 0.2,
+    choices: 0.002,
+    perplexity: 0.001,
+};
+
+#[test]
+fn both_files_are_one_model_by_fingerprint() {
+    let [a, b] = Bundled::both().map(|bundled| bundled.model.fingerprint(&*bundled.file).unwrap());
+    assert_eq!(a, b);
+}
+
+#[test]
+fn the_bundled_model_continues_its_prompts() {
+    for bundled in Bundled::both() {
+        let (model, source) = (&bundled.model, &bundled.file);
+        for judge in [&EXACT, &FAST] {
+            let mut executor = executor(source, model, judge.mode);
+            for generation in bundled.json["generation"].as_array().unwrap() {
+                let expected = &generation[bundled.quantisation][judge.column];
+                let prompt = ids(&generation["prompt_ids"]);
+                let name = format!("{} {} {}", bundled.quantisation, judge.column, generation["prompt"]);
+                let mut state = State::new(model, prompt.len() + 64);
+                let mut out = Vec::new();
+                forward(model, &mut executor, &mut state, &prompt, Wanted::Last, &mut out).unwrap();
+                for pair in expected["top20"].as_array().unwrap() {
+                    let (id, logit) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap());
+                    let far = (f64::from(out[id]) - logit).abs();
+                    assert!(far < judge.logits, "{name}: token {id} is {far} away");
+                }
+                let leads = floats(&expected["lead"]);
+                let sure = leads.iter().take_while(|lead| **lead > judge.lead).count();
+                for (step, token) in ids(&expected["greedy_ids"]).into_iter().take(sure).enumerate() {
+                    assert_eq!(argmax(&out), token, "{name}: step {step}");
+                    forward(model, &mut executor, &mut state, &[token], Wanted::Last, &mut out).unwrap();
+                }
+            }
+        }
+    }
+}
+
+/// Past position 100 a rotation of the wrong pairs would show; and no cut and no number of threads may.
+#[test]
+fn neither_the_cut_into_calls_nor_the_threads_change_a_bit() {
+    for bundled in Bundled::both() {
+        let tokens = &bundled.tokens("mixed.txt")[..200];
+        for mode in [KernelMode::Exact, KernelMode::Fast] {
+            let logits = |n_threads, micro_batch| {
+                let pool = Arc::new(Pool::new(n_threads));
+                let weights = bundled.model.weights().clone();
+                let mut executor = CpuExecutor::new(bundled.file.clone(), weights, pool, mode).unwrap();
+                let mut state = State::new(&bundled.model, tokens.len());
+                let (mut all, mut out) = (Vec::new(), Vec::new());
+                for batch in tokens.chunks(micro_batch) {
+                    forward(&bundled.model, &mut executor, &mut state, batch, Wanted::All, &mut out).unwrap();
+                    all.extend(out.iter().map(|logit| logit.to_bits()));
+                }
+                all
+            };
+            let whole = logits(1, 512);
+            for (n_threads, micro_batch) in [(1, 1), (1, 7), (2, 512), (2, 33)] {
+                assert!(logits(n_threads, micro_batch) == whole, "{n_threads} threads, {micro_batch} rows");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_bundled_model_routes_its_prompts() {
+    for bundled in Bundled::both() {
+        for judge in [&EXACT, &FAST] {
+            let mut executor = executor(&bundled.file, &bundled.model, judge.mode);
+            for text in ["spanish.txt", "mixed.txt"] {
+                let tokens = bundled.tokens(text);
+                let expected = &bundled.json["routing"][text];
+                assert_eq!(tokens.len() as u64, expected["tokens"].as_u64().unwrap(), "{text}");
+                let texts = [tokens];
+                let counts =
+                    calibrate::run(&bundled.model, &mut executor, &texts, Cut::default(), &mut |_, _| {
+                        ControlFlow::Continue(())
+                    });
+                let counts = counts.unwrap();
+                let (mut moved, mut all) = (0, 0);
+                for (layer, expected) in
+                    expected[bundled.quantisation][judge.column].as_array().unwrap().iter().enumerate()
+                {
+                    let [chosen, judged] =
+                        [&counts.calibration, &counts.held_out].map(|block| &block.layers[layer].calls);
+                    for ((a, b), expected) in chosen.iter().zip(judged).zip(ids(expected)) {
+                        moved += (a + b).abs_diff(u64::from(expected));
+                        all += a + b;
+                    }
+                }
+                // A choice that goes to another expert is missing in one count and too much in another.
+                let share = moved as f64 / 2.0 / all as f64;
+                assert!(share < judge.choices, "{} {} {text}: {share}", bundled.quantisation, judge.column);
+            }
+        }
+    }
+}
+
+/// The held-out texts.
+const TEXTS: [&str; 4] = ["prose", "spanish", "arithmetic", "code"];
+
+/// Perplexity of one held-out text by each judge's arithmetic.
+fn check_perplexity(bundled: &Bundled, judge: &Judge, domain: &str) {
+    let text = format!("heldout-{domain}.txt");
+    let name = format!("{} {} {text}", bundled.quantisation, judge.column);
+    let expected = &bundled.json["perplexity"][&text];
+    let tokens = bundled.tokens(&text);
+    assert_eq!(tokens.len() as u64, expected["tokens"].as_u64().unwrap(), "{name}");
+    let mut executor = executor(&bundled.file, &bundled.model, judge.mode);
+    let ours = perplexity(&bundled.model, &mut executor, &tokens, 512, &mut |_, _| {}).unwrap();
+    assert_eq!(ours.n_windows as u64, expected["chunks"].as_u64().unwrap(), "{name}");
+    let theirs = expected[bundled.quantisation][judge.column]["ppl"].as_f64().unwrap();
+    let far = (ours.value() / theirs - 1.0).abs();
+    println!("{name}: {:.5}, theirs {theirs}, {:.4} % apart", ours.value(), 100.0 * far);
+    assert!(far < judge.perplexity, "{name}: {far}");
+}
+
+// The fast arithmetic's perplexities are held to the same figures where the partition is: tests/run.rs.
+#[test]
+fn q8_0_predicts_unseen_text_as_well_as_the_reference() {
+    let [q8_0, _] = Bundled::both();
+    TEXTS.iter().for_each(|text| check_perplexity(&q8_0, &EXACT, text));
+}
+
+#[test]
+fn q4_k_m_predicts_unseen_text_as_well_as_the_reference() {
+    let [_, q4_k_m] = Bundled::both();
+    TEXTS.iter().for_each(|text| check_perplexity(&q4_k_m, &EXACT, text));
+}

@@ -1,0 +1,89 @@
+//! The obvious executor: weights dequantised to f32, sums in f64, nothing shared with the real kernels.
+
+use std::collections::HashMap;
+
+use orkpack::blocks;
+use orkpack::executor::{Executor, ExecutorError, Product, Routing, Weight, WeightId, WeightTable};
+use orkpack::tensor::{MatrixView, Place, Projection, TensorSource};
+use orkpack::units::LayerId;
+
+/// Computes from `source`; keeps what it has dequantised, so only for small models.
+pub struct NaiveExecutor<'a> {
+    source: &'a dyn TensorSource,
+    weights: &'a WeightTable,
+    dequantised: HashMap<Place, Vec<f32>>,
+}
+
+impl<'a> NaiveExecutor<'a> {
+    pub fn new(source: &'a dyn TensorSource, weights: &'a WeightTable) -> Self {
+        NaiveExecutor { source, weights, dequantised: HashMap::new() }
+    }
+
+    /// `[n_out, n_in]`.
+    fn matrix(&mut self, weight: &Weight) -> &[f32] {
+        let source = self.source;
+        self.dequantised.entry(weight.place).or_insert_with(|| {
+            let mut matrix = vec![0.0; weight.n_in * weight.n_out];
+            blocks::dequantize(weight.dtype, source.bytes(weight.place).unwrap(), &mut matrix).unwrap();
+            matrix
+        })
+    }
+
+    fn product(&mut self, weight: &Weight, x: &[f32]) -> Vec<f32> {
+        assert_eq!(x.len(), weight.n_in);
+        let dot =
+            |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum() };
+        self.matrix(weight).chunks_exact(weight.n_in).map(|row| dot(row) as f32).collect()
+    }
+}
+
+impl Executor for NaiveExecutor<'_> {
+    fn linear(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        products: &mut [Product<'_>],
+    ) -> Result<(), ExecutorError> {
+        for product in products {
+            let weight = *self.weights.linear(product.weight).unwrap();
+            assert_eq!(product.out.len(), rows.n_rows() * weight.n_out);
+            for (i, out) in product.out.chunks_exact_mut(weight.n_out).enumerate() {
+                out.copy_from_slice(&self.product(&weight, rows.row(i)));
+            }
+        }
+        Ok(())
+    }
+
+    fn experts(
+        &mut self,
+        layer: LayerId,
+        rows: MatrixView<'_, f32>,
+        routing: &Routing,
+        out: &mut [f32],
+    ) -> Result<(), ExecutorError> {
+        assert_eq!((routing.n_rows(), out.len()), (rows.n_rows(), rows.data().len()));
+        let bank = self.weights.bank(layer).unwrap();
+        out.fill(0.0);
+        for (row, out) in out.chunks_exact_mut(rows.n_cols()).enumerate() {
+            for slot in row * routing.n_used..(row + 1) * routing.n_used {
+                let [gate, up, down] =
+                    Projection::ALL.map(|projection| bank.weight(routing.experts[slot], projection).unwrap());
+                let gate = self.product(gate, rows.row(row));
+                let up = self.product(up, rows.row(row));
+                let inner: Vec<f32> =
+                    gate.iter().zip(&up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
+                let down = self.product(down, &inner);
+                out.iter_mut().zip(down).for_each(|(out, down)| *out += routing.weights[slot] * down);
+            }
+        }
+        Ok(())
+    }
+
+    fn gather(&mut self, weight: WeightId, ids: &[u32], out: &mut [f32]) -> Result<(), ExecutorError> {
+        let weight = *self.weights.linear(weight).unwrap();
+        let matrix = self.matrix(&weight);
+        for (id, out) in ids.iter().zip(out.chunks_exact_mut(weight.n_in)) {
+            out.copy_from_slice(&matrix[*id as usize * weight.n_in..][..weight.n_in]);
+        }
+        Ok(())
+    }
+}
