@@ -12,6 +12,7 @@ pub mod executor;
 pub mod gguf;
 pub mod kernel;
 pub mod model;
+pub mod plan;
 pub mod profile;
 pub mod progress;
 pub mod quantize;

@@ -6,6 +6,8 @@ pub mod memory_source;
 pub mod naive_executor;
 pub mod naive_forward;
 pub mod recorder;
+pub mod routed;
+pub mod schema;
 
 use std::path::PathBuf;
 

@@ -1,11 +1,13 @@
 //! The one test binary: a module per concern.
 
 mod blocks;
+mod calibrate;
 mod device;
 mod gguf;
 mod hostile;
 mod kernel;
 mod model;
+mod plan;
 mod quantize;
 mod reference;
 mod support;

@@ -1,0 +1,217 @@
+//! What a plan is expected to give: speeds as ranges, hit rates with intervals, and the verdict.
+
+use std::rc::Rc;
+
+use super::cost::{Bound, Rates};
+use super::document::{Advice, Basis, Forecast, HitRate, HitRates, Objective, Range, Regime, Verdict, tidy};
+use super::layer::{Curves, LayerModel};
+use super::routing::{Routing, SkewEnd};
+use super::select::State;
+use super::{MIN_GAIN, PROMPT_TOKENS};
+use crate::calibrate::{Block, Statistics};
+use crate::model::ModelShape;
+
+/// One of the three cases that a range is made of.
+pub(super) struct Case {
+    pub rates: Rates,
+    /// The layers, best experts first; the same for all cases where routing was counted.
+    pub models: Rc<Vec<LayerModel>>,
+    /// Their costs for one token.
+    pub decode: Vec<Curves>,
+    /// Their costs for a prompt of [`PROMPT_TOKENS`].
+    pub prefill: Vec<Curves>,
+}
+
+/// What of each layer is hot, and in which domain it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Hot {
+    pub gate_up: usize,
+    pub down: usize,
+    pub domain: u32,
+}
+
+impl Case {
+    /// The bound of the rates and the end of the skew that belong together.
+    pub const ENDS: [(Bound, SkewEnd); 3] =
+        [(Bound::Slow, SkewEnd::Low), (Bound::Likely, SkewEnd::Value), (Bound::Fast, SkewEnd::High)];
+
+    pub fn new(rates: Rates, models: Rc<Vec<LayerModel>>) -> Case {
+        let decode = models.iter().map(|model| model.decode(&rates)).collect();
+        let prefill = models.iter().map(|model| model.batch(&rates, PROMPT_TOKENS)).collect();
+        Case { rates, models, decode, prefill }
+    }
+
+    /// The costs of a regime.
+    pub fn curves(&self, regime: Regime) -> &[Curves] {
+        match regime {
+            Regime::Decode => &self.decode,
+            Regime::Prefill => &self.prefill,
+        }
+    }
+}
+
+/// Seconds of a batch. Where several domains are used, each is switched to once.
+pub(super) fn seconds(shape: &ModelShape, rates: &Rates, tokens: u32, curves: &[Curves], hot: &[Hot]) -> f64 {
+    let layers: f64 = curves.iter().zip(hot).map(|(curves, hot)| curves.at(hot.gate_up, hot.down)).sum();
+    let mut used: Vec<u32> = hot.iter().filter(|hot| hot.gate_up > 0).map(|hot| hot.domain).collect();
+    used.dedup();
+    let switches = if used.len() > 1 { used.len() as f64 } else { 0.0 };
+    rates.dense_seconds(shape, tokens) + layers + switches * rates.domain_switch
+}
+
+/// Speeds of one regime on the CPU, as planned, and with everything resident.
+pub(super) fn forecast(shape: &ModelShape, cases: &[Case], regime: Regime, hot: &[Hot]) -> Forecast {
+    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
+    let all = |model: &LayerModel| {
+        let n = |may: bool| if may { model.n_expert() } else { 0 };
+        let (gate_up, down) = model.may_be_hot();
+        Hot { gate_up: n(gate_up), down: n(down), domain: 0 }
+    };
+    let speeds = |case: &Case| -> [f64; 3] {
+        let curves = case.curves(regime);
+        let cold = vec![Hot { gate_up: 0, down: 0, domain: 0 }; hot.len()];
+        let all: Vec<Hot> = case.models.iter().map(all).collect();
+        let speed = |hot: &[Hot]| f64::from(tokens) / seconds(shape, &case.rates, tokens, curves, hot);
+        [speed(&cold), speed(hot), speed(&all)]
+    };
+    let speeds: Vec<[f64; 3]> = cases.iter().map(speeds).collect();
+    let range = |i: usize| range_of(&speeds.iter().map(|speeds| speeds[i]).collect::<Vec<_>>());
+    let gains: Vec<f64> = speeds.iter().map(|speeds| speeds[1] / speeds[0]).collect();
+    Forecast {
+        regime,
+        tokens,
+        basis: Basis::Estimated,
+        cpu_only: range(0),
+        planned: range(1),
+        all_resident: range(2),
+        gain: range_of(&gains),
+    }
+}
+
+/// Least, middle case and greatest of three.
+fn range_of(values: &[f64]) -> Range {
+    let low = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let value = values.get(1).copied().unwrap_or(low);
+    Range { low: tidy(low), value: tidy(value), high: tidy(high) }
+}
+
+/// Share of calls that the first experts of each layer serve.
+pub(super) fn hit_rates(
+    shape: &ModelShape,
+    routing: &Routing<'_>,
+    cases: &[Case],
+    states: &[State],
+) -> HitRates {
+    let rate = |n_hot: &dyn Fn(&State) -> f64, depth: &[fn(&State) -> usize]| {
+        let served = |values: &dyn Fn(usize, usize) -> f64| -> f64 {
+            // Mean over the projections asked for.
+            depth
+                .iter()
+                .map(|depth| {
+                    states.iter().enumerate().map(|(layer, state)| values(layer, depth(state))).sum::<f64>()
+                })
+                .sum::<f64>()
+                / depth.len() as f64
+        };
+        let used = |layer: usize| shape.moe_layers[layer].n_used as f64;
+        let all: f64 = (0..states.len()).map(used).sum::<f64>().max(1.0);
+        let uniform = states
+            .iter()
+            .zip(&shape.moe_layers)
+            .map(|(state, layer)| n_hot(state) / layer.n_expert().max(1) as f64 * layer.n_used as f64)
+            .sum::<f64>()
+            / all;
+        let (calibration, held_out) = match *routing {
+            Routing::Measured(statistics) => {
+                let of = |block: &Block, held_out: bool| {
+                    let share = served(&|layer, n| share_of(block, &cases[1].models[layer], layer, n)) / all;
+                    interval(share, statistics.effective_tokens(held_out))
+                };
+                let held_out = statistics.held_out.as_ref().map(|block| of(block, true));
+                (of(&statistics.calibration, false), held_out)
+            }
+            Routing::Assumed(_) => {
+                let at =
+                    |case: &Case| served(&|layer, n| case.models[layer].inclusion[..n].iter().sum()) / all;
+                (range_of(&cases.iter().map(at).collect::<Vec<_>>()), None)
+            }
+        };
+        let found = held_out.unwrap_or(calibration).value;
+        let lift = if uniform > 0.0 { tidy(found / uniform) } else { 1.0 };
+        HitRate { calibration, held_out, uniform: tidy(uniform), lift }
+    };
+    let gate_up: fn(&State) -> usize = |state| state.gate_up;
+    let down: fn(&State) -> usize = |state| state.down;
+    let gate = rate(&|state| state.gate_up as f64, &[gate_up]);
+    HitRates {
+        basis: match routing {
+            Routing::Measured(_) => Basis::Measured,
+            Routing::Assumed(_) => Basis::Estimated,
+        },
+        overall: rate(&|state| (2 * state.gate_up + state.down) as f64 / 3.0, &[gate_up, gate_up, down]),
+        up: gate.clone(),
+        gate,
+        down: rate(&|state| state.down as f64, &[down]),
+    }
+}
+
+/// Calls per token that the first `n` experts of a layer get in a block.
+fn share_of(block: &Block, model: &LayerModel, layer: usize, n: usize) -> f64 {
+    let Some(counts) = block.layers.get(layer) else { return 0.0 };
+    let calls: u64 = model.order[..n].iter().filter_map(|&expert| counts.calls.get(expert as usize)).sum();
+    calls as f64 / block.tokens.max(1) as f64
+}
+
+/// 95 % interval of a rate seen in `n` tokens, after Wilson. All calls of a token count as one observation: they are
+/// not independent of each other.
+fn interval(rate: f64, n: f64) -> Range {
+    const Z: f64 = 1.96;
+    let rate = rate.clamp(0.0, 1.0);
+    if n <= 0.0 {
+        return Range { low: 0.0, value: tidy(rate), high: 1.0 };
+    }
+    let middle = (rate + Z * Z / (2.0 * n)) / (1.0 + Z * Z / n);
+    let half = Z / (1.0 + Z * Z / n) * (rate * (1.0 - rate) / n + Z * Z / (4.0 * n * n)).sqrt();
+    let (low, high) = ((middle - half).min(rate), (middle + half).max(rate));
+    Range { low: tidy(low.max(0.0)), value: tidy(rate), high: tidy(high.min(1.0)) }
+}
+
+/// Share of the calls that the more used half of each layer's experts serves, in text set aside if there is any.
+pub(super) fn hotter_half(statistics: &Statistics, models: &[LayerModel]) -> f64 {
+    let block = statistics.held_out.as_ref().unwrap_or(&statistics.calibration);
+    let mut served = 0.0;
+    for (layer, model) in models.iter().enumerate() {
+        // Of an odd number the middle expert counts half.
+        let half = model.n_expert() / 2;
+        let upper = share_of(block, model, layer, model.n_expert() - half);
+        served += 0.5 * (share_of(block, model, layer, half) + upper);
+    }
+    let used: u32 = statistics.layers.iter().map(|layer| layer.n_used).sum();
+    served / f64::from(used.max(1))
+}
+
+/// The answer in one sentence.
+pub(super) fn verdict(decode: &Forecast, prefill: &Forecast, asked: bool, objective: Objective) -> Verdict {
+    let advice = |forecast: &Forecast| match () {
+        () if asked || objective == Objective::Hits => Advice::AsAsked,
+        () if forecast.gain.value >= MIN_GAIN => Advice::Npu,
+        () => Advice::CpuOnly,
+    };
+    let (d, p) = (advice(decode), advice(prefill));
+    let one = |f: &Forecast, advice: Advice| match advice {
+        Advice::Npu => format!(
+            "NPU, {:.1} tokens/s instead of {:.1} ({:.2} times; {:.2} to {:.2})",
+            f.planned.value, f.cpu_only.value, f.gain.value, f.gain.low, f.gain.high
+        ),
+        Advice::CpuOnly => format!(
+            "CPU only, {:.1} tokens/s (everything resident: {:.1})",
+            f.cpu_only.value, f.all_resident.value
+        ),
+        Advice::AsAsked => {
+            format!("as asked, {:.1} tokens/s; on the CPU alone {:.1}", f.planned.value, f.cpu_only.value)
+        }
+    };
+    let sentence = format!("decode: {}; prefill: {}; all estimated", one(decode, d), one(prefill, p));
+    Verdict { decode: d, prefill: p, sentence }
+}

@@ -1,0 +1,308 @@
+//! What a layer's experts cost: its experts best first, and the time of each number of hot ones.
+//!
+//! The two phases of a layer, gate and up, then down, have a curve each: entry `j` is the phase's time when the
+//! first `j` experts' matrices of that phase are on the NPU. Nothing is chosen here.
+
+use super::cost::{Load, Phase, Rates};
+use super::hits::{inclusion, prefix_hits};
+use super::routing::LayerRouting;
+use crate::calibrate::{RowsPerExpert, bin_edges};
+use crate::model::MoeLayerShape;
+use crate::profile::DeviceProfile;
+use crate::tensor::Projection;
+use crate::tile::{self, SubMatrix, TileError};
+
+/// A layer as the planner sees it, its experts sorted best first.
+#[derive(Debug)]
+pub(super) struct LayerModel {
+    /// Expert numbers, best first.
+    pub order: Vec<u32>,
+    /// Probability that a token uses each expert, in that order.
+    pub inclusion: Vec<f64>,
+    /// How many at the front are hot because the user said so.
+    pub n_forced: usize,
+    /// The programs of gate, up and down; `None` where no program can hold the matrix.
+    pub parts: [Option<Vec<SubMatrix>>; 3],
+    n_used: usize,
+    shapes: [Matrix; 3],
+    /// `[n_expert][3]`, in order: source bytes of gate, up and down.
+    source_bytes: Vec<[f64; 3]>,
+    /// `[n_expert + 1][n_used + 1]`, in order.
+    hits: Vec<Vec<f64>>,
+    /// The counted rows per expert, for batches where there are any.
+    rows: Vec<BatchRows>,
+}
+
+/// One projection of every expert of the layer.
+#[derive(Clone, Debug)]
+struct Matrix {
+    n_in: f64,
+    n_out: f64,
+    /// Tile bytes, most rows of a program.
+    parts: Vec<(f64, f64)>,
+}
+
+/// Rows that each expert gets in batches of one length: how many, how likely.
+#[derive(Debug)]
+struct BatchRows {
+    tokens: u32,
+    bins: Vec<(f64, f64)>,
+    /// `[n_expert]`, in order: where each expert's bins end.
+    ends: Vec<usize>,
+}
+
+/// Seconds of the two phases by number of hot experts.
+#[derive(Clone, Debug)]
+pub(super) struct Curves {
+    /// Gate and up, `[n_expert + 1]`.
+    pub gate_up: Vec<f64>,
+    /// Down, `[n_expert + 1]`.
+    pub down: Vec<f64>,
+}
+
+impl Curves {
+    /// Seconds of the layer with so many gate and up pairs hot, and so many downs.
+    pub fn at(&self, gate_up: usize, down: usize) -> f64 {
+        self.gate_up[gate_up] + self.down[down]
+    }
+}
+
+impl LayerModel {
+    /// Sorts a layer's experts: those the user named, then by how often they are used, the lower number first
+    /// among equals. Experts never seen come last.
+    pub fn new(
+        shape: &MoeLayerShape,
+        routing: &LayerRouting,
+        forced: &[u32],
+        profile: &DeviceProfile,
+    ) -> Result<LayerModel, TileError> {
+        let p = inclusion(&routing.shares, shape.n_used);
+        let mut order: Vec<u32> = (0..shape.n_expert() as u32).collect();
+        let rank = |&expert: &u32| forced.iter().position(|f| *f == expert).unwrap_or(forced.len());
+        order.sort_by(|a, b| {
+            let used = |expert: &u32| p[*expert as usize];
+            rank(a).cmp(&rank(b)).then(used(b).total_cmp(&used(a))).then(a.cmp(b))
+        });
+        let inclusion: Vec<f64> = order.iter().map(|&expert| p[expert as usize]).collect();
+        let bytes = |expert: &u32| shape.experts[*expert as usize].map(|matrix| matrix.bytes as f64);
+        let (shapes, parts) = programs(shape, profile)?;
+        let counted = routing.counts.iter().flat_map(|counts| &counts.rows);
+        let counted = counted.filter(|rows| rows.batch > 1 && rows.batches > 0);
+        Ok(LayerModel {
+            source_bytes: order.iter().map(bytes).collect(),
+            hits: prefix_hits(&inclusion, shape.n_used),
+            rows: counted.map(|rows| BatchRows::counted(rows, &order, &inclusion)).collect(),
+            n_forced: forced.len(),
+            n_used: shape.n_used,
+            order,
+            inclusion,
+            parts,
+            shapes,
+        })
+    }
+
+    /// Number of experts.
+    pub fn n_expert(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Whether gate and up can be hot at all, and whether down can.
+    pub fn may_be_hot(&self) -> (bool, bool) {
+        let gate_up = self.parts[0].is_some() && self.parts[1].is_some();
+        (gate_up, gate_up && self.parts[2].is_some())
+    }
+
+    /// Page-rounded bytes of one expert's gate and up, and of its down; 0 for what cannot be hot.
+    pub fn bytes(&self, page: u64) -> (u64, u64) {
+        let bytes = |parts: &Option<Vec<SubMatrix>>| -> u64 {
+            parts.iter().flatten().map(|part| part.bytes().next_multiple_of(page)).sum()
+        };
+        (bytes(&self.parts[0]) + bytes(&self.parts[1]), bytes(&self.parts[2]))
+    }
+
+    /// One token: each phase over the distribution of hits.
+    pub fn decode(&self, rates: &Rates) -> Curves {
+        let curve = |projections: &[Projection]| -> Vec<f64> {
+            let npu = self.npu(rates, projections, 1.0);
+            let cpu: Vec<Load> = (0..self.n_expert()).map(|e| self.cpu(rates, e, projections, 1.0)).collect();
+            let mut cold = weighted(&self.inclusion, &cpu);
+            let mut curve = Vec::with_capacity(self.hits.len());
+            for (j, hits) in self.hits.iter().enumerate() {
+                if j > 0 {
+                    cold = less(cold, self.inclusion[j - 1], cpu[j - 1]);
+                }
+                let cold_each = if cold.0 > 1e-12 { cold.1.times(1.0 / cold.0) } else { Load::default() };
+                let seconds = |(h, p): (usize, &f64)| {
+                    let (hot, cold) = (h as f64, (self.n_used - h) as f64);
+                    let around = self.around(rates, projections, hot, hot.min(1.0));
+                    let phase = Phase {
+                        npu: npu.times(hot),
+                        submits: hot.min(1.0),
+                        cpu: cold_each.times(cold).plus(around),
+                    };
+                    p * rates.phase_seconds(&phase)
+                };
+                curve.push(hits.iter().enumerate().filter(|&(_, &p)| p > 0.0).map(seconds).sum());
+            }
+            curve
+        };
+        Curves { gate_up: curve(&[Projection::Gate, Projection::Up]), down: curve(&[Projection::Down]) }
+    }
+
+    /// A batch of tokens: each expert's load is its mean over the rows it gets, and the phase that of the sums.
+    pub fn batch(&self, rates: &Rates, tokens: u32) -> Curves {
+        let assumed;
+        let rows = match self.rows.iter().find(|rows| rows.tokens == tokens) {
+            Some(counted) => counted,
+            None => {
+                assumed = BatchRows::binomial(tokens, &self.inclusion);
+                &assumed
+            }
+        };
+        let curve = |projections: &[Projection]| -> Vec<f64> {
+            let mean = |bins: &[(f64, f64)], load: &dyn Fn(f64) -> Load| {
+                bins.iter().fold(Load::default(), |sum, &(rows, p)| sum.plus(load(rows).times(p)))
+            };
+            let cpu: Vec<Load> = (0..self.n_expert())
+                .map(|e| mean(rows.of(e), &|rows| self.cpu(rates, e, projections, rows)))
+                .collect();
+            let mut phase =
+                Phase { cpu: cpu.iter().copied().fold(Load::default(), Load::plus), ..Phase::default() };
+            let mut curve = vec![rates.phase_seconds(&phase)];
+            for (e, &cold) in cpu.iter().enumerate() {
+                let bins = rows.of(e);
+                let rows_hot: f64 = bins.iter().map(|(rows, p)| rows * p).sum();
+                let first = if e == 0 { f64::from(tokens) } else { 0.0 };
+                phase.npu = phase.npu.plus(mean(bins, &|rows| self.npu(rates, projections, rows)));
+                phase.cpu = phase.cpu.less(cold).plus(self.around(rates, projections, rows_hot, first));
+                phase.submits = 1.0;
+                curve.push(rates.phase_seconds(&phase));
+            }
+            curve
+        };
+        Curves { gate_up: curve(&[Projection::Gate, Projection::Up]), down: curve(&[Projection::Down]) }
+    }
+
+    /// Matrices of expert `e` (in order) on the CPU for some rows.
+    fn cpu(&self, rates: &Rates, e: usize, projections: &[Projection], rows: f64) -> Load {
+        if rows <= 0.0 {
+            return Load::default();
+        }
+        let load = |p: &Projection| {
+            let matrix = &self.shapes[*p as usize];
+            rates.cpu(self.source_bytes[e][*p as usize], matrix.n_in * matrix.n_out * rows)
+        };
+        projections.iter().map(load).fold(Load::default(), Load::plus)
+    }
+
+    /// Matrices of any expert on the NPU for some rows: weights are read again for each program's rows.
+    fn npu(&self, rates: &Rates, projections: &[Projection], rows: f64) -> Load {
+        if rows <= 0.0 {
+            return Load::default();
+        }
+        let load = |&(bytes, max_rows): &(f64, f64)| {
+            let passes = (rows / max_rows).ceil();
+            // An int8 weight is a byte, and one multiply-accumulate for each row.
+            rates.npu(bytes * passes, bytes * rows, passes)
+        };
+        let parts = projections.iter().flat_map(|p| &self.shapes[*p as usize].parts);
+        parts.map(load).fold(Load::default(), Load::plus)
+    }
+
+    /// Around hot products: gate and up share the layer's quantised rows, down has its own.
+    fn around(&self, rates: &Rates, projections: &[Projection], rows: f64, layer_rows: f64) -> Load {
+        let scaled: f64 = projections.iter().map(|p| self.shapes[*p as usize].n_out).sum();
+        let quantized = match projections {
+            [Projection::Down] => rows * self.shapes[2].n_in,
+            _ => layer_rows * self.shapes[0].n_in,
+        };
+        rates.around(quantized, rows * scaled)
+    }
+}
+
+/// The shapes of the three projections and their programs.
+type Programs = ([Matrix; 3], [Option<Vec<SubMatrix>>; 3]);
+
+fn programs(shape: &MoeLayerShape, profile: &DeviceProfile) -> Result<Programs, TileError> {
+    let cut = |p: Projection| -> Result<(Matrix, Option<Vec<SubMatrix>>), TileError> {
+        let (n_in, n_out) =
+            shape.experts.first().map_or((0, 0), |e| (e[p as usize].n_in, e[p as usize].n_out));
+        let parts = match tile::cut(n_in as u64, n_out as u64, profile) {
+            Ok(parts) => Some(parts),
+            Err(TileError::TooLarge { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        let price = |part: &SubMatrix| {
+            (part.bytes() as f64, f64::from(profile.max_rows(part.k_padded).unwrap_or(1).max(1)))
+        };
+        let priced = parts.iter().flatten().map(price).collect();
+        Ok((Matrix { n_in: n_in as f64, n_out: n_out as f64, parts: priced }, parts))
+    };
+    let [(gate, gate_parts), (up, up_parts), (down, down_parts)] =
+        [cut(Projection::Gate)?, cut(Projection::Up)?, cut(Projection::Down)?];
+    Ok(([gate, up, down], [gate_parts, up_parts, down_parts]))
+}
+
+impl BatchRows {
+    /// The bins of expert `e`: numbers of rows above 0, and how likely.
+    fn of(&self, e: usize) -> &[(f64, f64)] {
+        let first = if e == 0 { 0 } else { self.ends[e - 1] };
+        &self.bins[first..self.ends[e]]
+    }
+
+    /// The histograms of a layer. A bin of several numbers stands for its middle, moved so that the mean is what the
+    /// calls say.
+    fn counted(rows: &RowsPerExpert, order: &[u32], inclusion: &[f64]) -> BatchRows {
+        let (edges, most) = (bin_edges(rows.batch), f64::from(rows.batch));
+        let mut all =
+            BatchRows { tokens: rows.batch, bins: Vec::new(), ends: Vec::with_capacity(order.len()) };
+        for (&expert, &used) in order.iter().zip(inclusion) {
+            let first = all.bins.len();
+            let (mut exact, mut wide) = (0.0, 0.0);
+            let histogram = rows.experts.get(expert as usize).map(Vec::as_slice).unwrap_or_default();
+            for (i, &n) in histogram.iter().enumerate().skip(1).filter(|&(_, &n)| n > 0) {
+                let (least, p) = (edges[i - 1] + 1, n as f64 / rows.batches as f64);
+                let middle = f64::from(least + edges[i]) / 2.0;
+                *(if least == edges[i] { &mut exact } else { &mut wide }) += middle * p;
+                all.bins.push((middle, p));
+            }
+            let factor = if wide > 0.0 { ((most * used - exact) / wide).clamp(0.5, 2.0) } else { 1.0 };
+            // Bins of one number, 1 and 2, are exact; no middle of another is below 3.
+            for (middle, _) in all.bins[first..].iter_mut().filter(|(middle, _)| *middle > 2.0) {
+                *middle = (*middle * factor).clamp(1.0, most);
+            }
+            all.ends.push(all.bins.len());
+        }
+        all
+    }
+
+    /// Where nothing was counted: for each expert two numbers of rows that have the mean and the spread of `tokens`
+    /// independent choices, none left out.
+    fn binomial(tokens: u32, inclusion: &[f64]) -> BatchRows {
+        let mut all = BatchRows { tokens, bins: Vec::new(), ends: Vec::with_capacity(inclusion.len()) };
+        let tokens = f64::from(tokens);
+        for &p in inclusion {
+            let some = 1.0 - (1.0 - p).powf(tokens);
+            if some > 0.0 {
+                let mean = tokens * p / some;
+                let square = (tokens * p * (1.0 - p) + (tokens * p).powi(2)) / some;
+                let spread = (square - mean * mean).max(0.0).sqrt();
+                let spread = spread.min(mean - 1.0).min(tokens - mean).max(0.0);
+                all.bins.extend([(mean - spread, some / 2.0), (mean + spread, some / 2.0)]);
+            }
+            all.ends.push(all.bins.len());
+        }
+        all
+    }
+}
+
+/// Sum of probabilities, and of loads so weighted.
+fn weighted(p: &[f64], loads: &[Load]) -> (f64, Load) {
+    p.iter()
+        .zip(loads)
+        .fold((0.0, Load::default()), |(sum, load), (&p, &one)| (sum + p, load.plus(one.times(p))))
+}
+
+fn less((sum, load): (f64, Load), p: f64, one: Load) -> (f64, Load) {
+    (sum - p, load.less(one.times(p)))
+}
