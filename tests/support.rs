@@ -5,6 +5,7 @@ pub mod gguf_builder;
 pub mod memory_source;
 pub mod naive_executor;
 pub mod naive_forward;
+pub mod packs;
 pub mod recorder;
 pub mod routed;
 pub mod schema;

@@ -3,10 +3,12 @@
 mod blocks;
 mod calibrate;
 mod device;
+mod formats;
 mod gguf;
 mod hostile;
 mod kernel;
 mod model;
+mod pack;
 mod plan;
 mod quantize;
 mod reference;
@@ -14,3 +16,4 @@ mod support;
 mod threads;
 mod tile;
 mod tokenizer;
+mod verify;

@@ -1,0 +1,208 @@
+//! The file a pack is written to before it bears its name: `<output>.partial`, locked, full length at once.
+//!
+//! Whoever holds the lock owns the partial file, so two conversions cannot meet in one, and what a dead
+//! process left behind is cleared by the next. The output's name appears only when all bytes are on the disk.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags};
+use rustix::io::Errno;
+use rustix::process::Resource;
+
+use super::PackError;
+use super::writer::Sink;
+use crate::units::Bytes;
+
+/// What becomes of an output that is there already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// It stays, and writing is refused.
+    Keep,
+    /// It is replaced, by a rename: who has it mapped keeps the old bytes.
+    Replace,
+}
+
+/// A locked partial file. Dropped before it is committed, it is removed.
+#[derive(Debug)]
+pub struct Partial {
+    file: File,
+    path: PathBuf,
+    target: PathBuf,
+    existing: Existing,
+    committed: bool,
+}
+
+impl Partial {
+    /// Opens and locks `<target>.partial`, in place of one that nobody writes any more.
+    ///
+    /// # Errors
+    ///
+    /// [`PackError::Exists`] when the target is there and is to be kept, [`PackError::Busy`] when another
+    /// conversion writes to it, [`PackError::Io`] when the folder does not let us.
+    pub fn create(target: &Path, existing: Existing) -> Result<Partial, PackError> {
+        if existing == Existing::Keep && target.symlink_metadata().is_ok() {
+            return Err(PackError::Exists { path: target.to_owned() });
+        }
+        if target.is_dir() {
+            let source = io::Error::from(io::ErrorKind::IsADirectory);
+            return Err(PackError::Io { what: "write", path: target.to_owned(), source });
+        }
+        let mut path = target.as_os_str().to_owned();
+        path.push(".partial");
+        let path = PathBuf::from(path);
+        let file = open_locked(&path)?;
+        Ok(Partial { file, path, target: target.to_owned(), existing, committed: false })
+    }
+
+    fn free(&self) -> u64 {
+        rustix::fs::fstatvfs(&self.file).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
+    }
+
+    fn no_space(&self, needed: u64, free: u64) -> PackError {
+        PackError::NoSpace { needed: Bytes(needed), free: Bytes(free) }
+    }
+
+    fn rename(&self) -> rustix::io::Result<()> {
+        let flags = match self.existing {
+            Existing::Keep => RenameFlags::NOREPLACE,
+            Existing::Replace => return rustix::fs::rename(&self.path, &self.target),
+        };
+        match rustix::fs::renameat_with(CWD, &self.path, CWD, &self.target, flags) {
+            // Not every file system knows the flag; the lock keeps out our own kind all the same.
+            Err(Errno::INVAL | Errno::NOSYS) if self.target.symlink_metadata().is_err() => {
+                rustix::fs::rename(&self.path, &self.target)
+            }
+            done => done,
+        }
+    }
+}
+
+impl Sink for Partial {
+    type Done = ();
+
+    /// Takes the whole length from the file system now, so that a full disk is known before the work.
+    fn reserve(&mut self, len: u64) -> Result<(), PackError> {
+        // Going over this limit would end the process by a signal.
+        if let Some(limit) = rustix::process::getrlimit(Resource::Fsize).current.filter(|limit| len > *limit)
+        {
+            return Err(self.no_space(len, limit));
+        }
+        let free = self.free();
+        // Some network file systems report no size at all; they are simply tried.
+        if free < len && rustix::fs::fstatvfs(&self.file).is_ok_and(|fs| fs.f_blocks > 0) {
+            return Err(self.no_space(len, free));
+        }
+        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, len) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.file.set_len(len).map_err(|e| self.explain(e, len)),
+            Err(e) => Err(self.explain(e.into(), len)),
+        }
+    }
+
+    fn explain(&self, error: io::Error, needed: u64) -> PackError {
+        use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+        match error.kind() {
+            StorageFull | QuotaExceeded | FileTooLarge => self.no_space(needed, self.free()),
+            _ => PackError::Io { what: "write", path: self.path.clone(), source: error },
+        }
+    }
+
+    /// Brings the bytes to the disk, then gives them their name.
+    fn commit(mut self) -> Result<(), PackError> {
+        let failed = |what, path: &Path, source| PackError::Io { what, path: path.to_owned(), source };
+        self.file.sync_all().map_err(|e| failed("flush", &self.path, e))?;
+        match self.rename() {
+            Ok(()) => self.committed = true,
+            Err(Errno::EXIST) => return Err(PackError::Exists { path: self.target.clone() }),
+            Err(e) => return Err(failed("rename to", &self.target, e.into())),
+        }
+        sync_folder(&self.target).map_err(|e| failed("flush the folder of", &self.target, e))
+    }
+}
+
+impl Write for Partial {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl Seek for Partial {
+    fn seek(&mut self, to: io::SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.committed {
+            // Still locked, so it is ours. Where even this fails, the next conversion clears it.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Opens and locks a fresh file at `path`.
+fn open_locked(path: &Path) -> Result<File, PackError> {
+    let failed = |e| PackError::Io { what: "create", path: path.to_owned(), source: e };
+    let busy = || PackError::Busy { path: path.to_owned() };
+    loop {
+        let file = open(OpenOptions::new().create(true), path).map_err(failed)?;
+        lock(&file, busy, failed)?;
+        // Between opening and locking, the one before us may have renamed or removed what we opened.
+        let ours = file.metadata().map_err(failed)?;
+        match fs::symlink_metadata(path) {
+            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
+            _ => continue,
+        }
+        if ours.len() == 0 {
+            return Ok(file);
+        }
+        // Left by a process that is gone. A new file, since nothing of ours shrinks a file in place; the old
+        // one stays locked until the new one is.
+        fs::remove_file(path).map_err(failed)?;
+        match open(OpenOptions::new().create_new(true), path) {
+            Ok(fresh) => {
+                lock(&fresh, busy, failed)?;
+                return Ok(fresh);
+            }
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(busy()),
+            Err(e) => return Err(failed(e)),
+        }
+    }
+}
+
+fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    // Not through a link: it might lead to a file that is not ours to lock and clear.
+    options.read(true).write(true).mode(0o644).custom_flags(libc::O_NOFOLLOW).open(path)
+}
+
+fn lock(
+    file: &File,
+    busy: impl Fn() -> PackError,
+    failed: impl Fn(io::Error) -> PackError,
+) -> Result<(), PackError> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(()),
+        Err(Errno::WOULDBLOCK) => Err(busy()),
+        // File systems without locks: the name alone keeps conversions apart.
+        Err(Errno::NOTSUP | Errno::NOLCK | Errno::NOSYS) => Ok(()),
+        Err(e) => Err(failed(e.into())),
+    }
+}
+
+/// Makes the new name durable.
+fn sync_folder(file: &Path) -> io::Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match File::open(folder)?.sync_all() {
+        // Some network file systems cannot flush a folder.
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        done => done,
+    }
+}
