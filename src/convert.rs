@@ -1,0 +1,281 @@
+//! From a GGUF to a pack, on one page: the table of contents of the house.
+//!
+//! Calibrate, plan, quantise, tile, write. One chunk is in memory at a time, whatever the model's size; the output
+//! appears under its name only when it is complete and on the disk.
+
+mod contents;
+mod fill;
+mod output;
+mod statistics;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::bytes::{Io, Limits};
+use crate::error::{AtFile, Error, Failure};
+use crate::executor::WeightTable;
+use crate::model::{Model, ModelShape};
+use crate::pack::verify::{Mode, verify};
+use crate::pack::{Contents, Digest, Existing, FileContents, Finished, Layout, Manifest, Pack, Writer};
+use crate::plan::{Objective, Plan, PlanRequest, Routing};
+use crate::profile::DeviceProfile;
+use crate::progress::{Progress, Unit};
+use crate::source::{self, Opened};
+use crate::tensor::{MatrixId, TensorInfo, TensorSource};
+use crate::units::{Bytes, ExpertId, LayerId};
+use contents::{chunk_contents, cuts, manifest, matrices};
+use fill::Errors;
+use output::refuse_same_file;
+
+pub use output::write_beside;
+pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run};
+
+/// What decides the hot set.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// The device.
+    pub profile: DeviceProfile,
+    /// Weights in one domain; `None`: what the profile leaves.
+    pub budget: Option<Bytes>,
+    /// Domains to use.
+    pub domains: u32,
+    /// What to plan for.
+    pub objective: Objective,
+    /// Experts to keep hot whatever they cost.
+    pub force_hot: Vec<(LayerId, ExpertId)>,
+    /// Where routing statistics come from.
+    pub statistics: StatisticsFrom,
+    /// Memory of the board; `None`: what the profile says.
+    pub ram: Option<Bytes>,
+    /// Statistics of another model of the same shape are welcome.
+    pub accept_foreign: bool,
+}
+
+/// What to convert, and how.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// A GGUF, or a pack to pack anew.
+    pub model: PathBuf,
+    /// Where the pack goes.
+    pub output: PathBuf,
+    /// Whether an existing output may be replaced.
+    pub existing: Existing,
+    /// What decides the hot set.
+    pub choice: Choice,
+    /// A plan to use instead of making one.
+    pub plan: Option<PathBuf>,
+    /// NaN and infinite weights become zero instead of an error.
+    pub allow_nonfinite: bool,
+    /// Threads.
+    pub n_threads: usize,
+    /// New statistics are kept beside the output, so that they need not be counted again.
+    pub keep_statistics: bool,
+}
+
+/// A conversion that is about to write: everything decided, nothing written.
+pub struct Prepared {
+    request: Request,
+    opened: Opened,
+    source: Arc<dyn TensorSource>,
+    /// The tensors with their places in the GGUF, wherever they are read from now.
+    original: Vec<TensorInfo>,
+    weights: Arc<WeightTable>,
+    /// The statistics of the plan, if it rests on any.
+    pub statistics: Option<FoundStatistics>,
+    /// The plan.
+    pub plan: Plan,
+    statistics_json: Option<Vec<u8>>,
+    plan_json: Vec<u8>,
+    profile_json: Vec<u8>,
+    manifest: Manifest,
+}
+
+/// What a conversion made.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The pack's path.
+    pub output: PathBuf,
+    /// Its digest.
+    pub root: Digest,
+    /// Its length.
+    pub file_len: Bytes,
+    /// Relative RMS error of the int8 copies, the largest and its matrix; `None` when there are none.
+    pub worst_error: Option<(MatrixId, f64)>,
+    /// Mean of these errors.
+    pub mean_error: f64,
+    /// Weights that were not finite and became zero.
+    pub n_clamped: u64,
+}
+
+/// Reads the model, finds or counts routing statistics, makes the plan.
+///
+/// # Errors
+///
+/// [`Error`] naming the file, the tensor or key, and what was expected.
+pub fn prepare(request: Request, progress: &mut dyn Progress) -> Result<Prepared, Error> {
+    let path = request.model.clone();
+    refuse_same_file(&path, &request.output)?;
+    if request.existing == Existing::Keep && request.output.exists() {
+        return Err(Error::usage("exists already; --force replaces it").or_at(&request.output));
+    }
+    let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
+    let source = opened.source();
+    let model = Model::describe(source.as_ref()).at(&path)?;
+    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
+    let shape = model.shape();
+    let (plan, statistics) = match &request.plan {
+        Some(file) => (read_plan(file, &shape, &request.choice.profile)?, None),
+        None => {
+            let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+            let choice = &request.choice;
+            let keep = beside(&request.output);
+            let found = find_or_run(
+                subject,
+                &choice.statistics,
+                choice.accept_foreign,
+                request.keep_statistics.then_some(keep.as_path()),
+                request.n_threads,
+                progress,
+            )?;
+            (choose(&shape, Routing::Measured(&found.statistics), choice)?, Some(found))
+        }
+    };
+    let statistics_json = statistics.as_ref().map(|found| found.statistics.to_json()).transpose()?;
+    Ok(Prepared {
+        weights: Arc::clone(model.weights()),
+        manifest: manifest(source.as_ref(), &shape, &fingerprint, &plan)?,
+        plan_json: plan.to_json()?,
+        profile_json: request.choice.profile.to_json()?,
+        statistics_json,
+        statistics,
+        plan,
+        original: opened.original_tensors(),
+        opened,
+        source,
+        request,
+    })
+}
+
+/// The plan for a model's shape: what `orkpack plan` shows and `convert` packs.
+///
+/// # Errors
+///
+/// [`Error`] for a budget above the device's window, or experts that are not there.
+pub fn choose(shape: &ModelShape, routing: Routing<'_>, choice: &Choice) -> Result<Plan, Error> {
+    Ok(crate::plan::choose(&PlanRequest {
+        shape,
+        routing,
+        profile: &choice.profile,
+        budget: choice.budget,
+        domains: choice.domains,
+        objective: choice.objective,
+        force_hot: choice.force_hot.clone(),
+        ram: choice.ram,
+    })?)
+}
+
+fn read_plan(file: &Path, shape: &ModelShape, profile: &DeviceProfile) -> Result<Plan, Error> {
+    let plan = Plan::from_json(&fs::read(file).at(file)?).at(file)?;
+    plan.check(shape, profile).at(file)?;
+    if plan.statistics.is_none() && !plan.is_cold() {
+        let message =
+            "its routing was assumed, so it does not know which experts are hot; plan with statistics";
+        return Err(Error::usage(message).or_at(file));
+    }
+    Ok(plan)
+}
+
+impl Prepared {
+    /// The exact arrangement of the pack, as a dry run shows it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error`] for contents that no pack can hold.
+    pub fn layout(&self) -> Result<Layout, Error> {
+        self.contents()?.layout().at(&self.request.output)
+    }
+
+    /// Writes the pack: every tensor as it is, then one chunk after the other, then index and name.
+    ///
+    /// # Errors
+    ///
+    /// [`Error`] naming the tensor, expert and row; nothing is left behind then.
+    pub fn write(&self, progress: &mut dyn Progress) -> Result<Outcome, Error> {
+        let output = &self.request.output;
+        let contents = self.contents()?;
+        let mut pack = Writer::create(output, &contents, self.request.existing).at(output)?;
+        progress.begin("packing", pack.layout().file_len, Unit::Bytes);
+        for tensor in self.source.tensors() {
+            check_interrupt(progress)?;
+            pack.push_tensor(self.source.bytes(tensor.place).at(&self.request.model)?).at(output)?;
+            progress.advance(tensor.place.len);
+        }
+        let mut errors = Errors::default();
+        for chunk in &self.plan.chunks {
+            check_interrupt(progress)?;
+            let (tiles, scales) = self.fill(chunk, &mut errors)?;
+            pack.push_chunk(&tiles, &scales).at(output)?;
+            progress.advance(chunk.bytes);
+        }
+        let Finished { root, file_len, .. } = pack.finish().at(output)?;
+        progress.end();
+        self.read_back(root)?;
+        Ok(Outcome {
+            output: output.clone(),
+            root,
+            file_len: Bytes(file_len),
+            mean_error: errors.mean(),
+            worst_error: errors.worst,
+            n_clamped: errors.n_clamped,
+        })
+    }
+
+    /// Opens what was written and checks header, index and the NPU area.
+    fn read_back(&self, root: Digest) -> Result<(), Error> {
+        let output = &self.request.output;
+        let pack = Pack::open(output, Io::Map).at(output)?;
+        if pack.root() != root {
+            return Err(Error::usage("the file read back is not the one written").or_at(output));
+        }
+        match verify(&pack, Mode::Npu, &|_| ()).findings().next() {
+            Some(finding) => Err(Error::usage(format!("read back: {finding}")).or_at(output)),
+            None => Ok(()),
+        }
+    }
+
+    fn contents(&self) -> Result<Contents<'_>, Error> {
+        Ok(Contents {
+            manifest: self.manifest.clone(),
+            files: self.files()?,
+            tensors: &self.original,
+            thin: false,
+            profile: &self.profile_json,
+            statistics: self.statistics_json.as_deref(),
+            plan: &self.plan_json,
+            chunks: self.plan.chunks.iter().zip(0..).map(chunk_contents).collect(),
+            matrices: matrices(&self.plan, &self.weights),
+            cuts: cuts(&self.plan, self.manifest.dims.n_layer),
+        })
+    }
+
+    /// The source files' headers and gaps: with the tensors, every byte of the original.
+    fn files(&self) -> Result<Vec<FileContents<'_>>, Error> {
+        match &self.opened {
+            Opened::Gguf(file) => {
+                let header = file.header().len() as u64;
+                let contents = FileContents::new(file.file(), header, file.tensors(), 0);
+                Ok(vec![
+                    contents
+                        .ok_or_else(|| Error::usage("tensors leave the file").or_at(&self.request.model))?,
+                ])
+            }
+            Opened::Pack(model) => Ok(model.files()),
+        }
+    }
+}
+
+/// Stops the work when somebody pressed Ctrl-C.
+fn check_interrupt(progress: &dyn Progress) -> Result<(), Error> {
+    if progress.is_interrupted() { Err(Failure::Interrupted.into()) } else { Ok(()) }
+}

@@ -1,0 +1,215 @@
+//! Where a conversion's routing statistics come from: a file, an imatrix, a document beside the model, or a pass now.
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{check_interrupt, write_beside};
+use crate::bytes::{Io, Limits};
+use crate::calibrate::{
+    Counts, Cut, RoutedLayer, Statistics, StatisticsError, check_imatrix_magic, read_imatrix, run,
+};
+use crate::error::{AtFile, Error};
+use crate::executor::cpu::{CpuExecutor, KernelMode};
+use crate::model::Model;
+use crate::progress::{Progress, Unit};
+use crate::source;
+use crate::tensor::TensorSource;
+use crate::threads::Pool;
+use crate::tokenizer::{Special, Tokenizer};
+
+/// The text that is calibrated on where none is named: prose, Spanish, sums and code.
+const BUILT_IN: [&str; 4] = [
+    include_str!("../../fixtures/corpora/prose.txt"),
+    include_str!("../../fixtures/corpora/spanish.txt"),
+    include_str!("../../fixtures/corpora/arithmetic.txt"),
+    include_str!("../../fixtures/corpora/code.txt"),
+];
+
+/// The arithmetic that counts, as the document names it: every path of the fast kernel gives the same bits.
+const KERNEL: &str = "fast";
+
+/// Where statistics come from.
+#[derive(Clone, Debug, Default)]
+pub enum StatisticsFrom {
+    /// A document beside the model or the output if its fingerprint fits, else a pass over the built-in text.
+    #[default]
+    Found,
+    /// A document.
+    File(PathBuf),
+    /// The expert counts of an imatrix.
+    Imatrix(PathBuf),
+    /// A pass over these files.
+    Prompts(Vec<PathBuf>),
+}
+
+/// Statistics, and where they were found.
+#[derive(Clone, Debug)]
+pub struct FoundStatistics {
+    /// The document.
+    pub statistics: Statistics,
+    /// Its file: read from, or written to.
+    pub file: Option<PathBuf>,
+    /// Whether they were counted just now.
+    pub is_new: bool,
+}
+
+/// The model that statistics are for.
+#[derive(Clone, Copy)]
+pub struct Subject<'a> {
+    /// Its file.
+    pub path: &'a Path,
+    /// Its tensors.
+    pub source: &'a Arc<dyn TensorSource>,
+    /// Its description.
+    pub model: &'a Model,
+    /// Its fingerprint.
+    pub fingerprint: &'a str,
+}
+
+/// Where the document of a model lies: beside it, with the ending `.routing.json`.
+pub fn beside(model: &Path) -> PathBuf {
+    model.with_extension("routing.json")
+}
+
+/// Finds statistics as `from` says, without running the model; `None` where that would be needed.
+///
+/// # Errors
+///
+/// [`Error`] for a named file that cannot be read or belongs to another model.
+pub fn find(
+    subject: Subject<'_>,
+    from: &StatisticsFrom,
+    accept_foreign: bool,
+    progress: &mut dyn Progress,
+) -> Result<Option<FoundStatistics>, Error> {
+    let known = |statistics, file: &Path| {
+        Ok(Some(FoundStatistics { statistics, file: Some(file.to_owned()), is_new: false }))
+    };
+    match from {
+        StatisticsFrom::Prompts(_) => Ok(None),
+        StatisticsFrom::File(path) => known(read(subject, path, accept_foreign)?, path),
+        StatisticsFrom::Imatrix(path) => known(imatrix(subject, path)?, path),
+        StatisticsFrom::Found => {
+            let path = beside(subject.path);
+            if !path.exists() {
+                return Ok(None);
+            }
+            match read(subject, &path, accept_foreign) {
+                Ok(statistics) => known(statistics, &path),
+                Err(error) => {
+                    progress.note(&format!("note: not used: {error}"));
+                    Ok(None)
+                }
+            }
+        }
+    }
+}
+
+/// Finds statistics as `from` says, or counts them now and keeps the document as `keep`, where nothing is yet.
+///
+/// # Errors
+///
+/// As [`find`], and what a calibration meets.
+pub fn find_or_run(
+    subject: Subject<'_>,
+    from: &StatisticsFrom,
+    accept_foreign: bool,
+    keep: Option<&Path>,
+    n_threads: usize,
+    progress: &mut dyn Progress,
+) -> Result<FoundStatistics, Error> {
+    if let Some(found) = find(subject, from, accept_foreign, progress)? {
+        return Ok(found);
+    }
+    if let (StatisticsFrom::Found, Some(path)) = (from, keep)
+        && let Ok(statistics) = read(subject, path, accept_foreign)
+    {
+        return Ok(FoundStatistics { statistics, file: Some(path.to_owned()), is_new: false });
+    }
+    let prompts = match from {
+        StatisticsFrom::Prompts(prompts) => prompts.as_slice(),
+        _ => &[],
+    };
+    let statistics = count(subject, prompts, n_threads, progress)?;
+    let file = keep.filter(|path| !path.exists());
+    if let Some(path) = file {
+        write_beside(path, &statistics.to_json()?)?;
+    }
+    Ok(FoundStatistics { statistics, file: file.map(Path::to_owned), is_new: true })
+}
+
+/// Runs the model over text and counts.
+///
+/// # Errors
+///
+/// [`Error`] for a prompt that cannot be read, a tokenizer that is not known, or a pass that stops.
+pub fn count(
+    subject: Subject<'_>,
+    prompts: &[PathBuf],
+    n_threads: usize,
+    progress: &mut dyn Progress,
+) -> Result<Statistics, Error> {
+    let texts = tokens(subject, prompts)?;
+    let total: usize = texts.iter().map(Vec::len).sum();
+    progress.begin("calibrating", total as u64, Unit::Tokens);
+    let weights = Arc::clone(subject.model.weights());
+    let pool = Arc::new(Pool::new(n_threads));
+    let mut cpu =
+        CpuExecutor::new(Arc::clone(subject.source), weights, pool, KernelMode::Fast).at(subject.path)?;
+    let counts = run_interruptible(subject, &mut cpu, &texts, progress);
+    progress.end();
+    let architecture = subject.model.architecture();
+    counts?.into_statistics(subject.fingerprint.to_owned(), architecture, KERNEL).at(subject.path)
+}
+
+fn run_interruptible(
+    subject: Subject<'_>,
+    cpu: &mut CpuExecutor,
+    texts: &[Vec<u32>],
+    progress: &mut dyn Progress,
+) -> Result<Counts, Error> {
+    let mut last = 0;
+    let counts = run(subject.model, cpu, texts, Cut::default(), &mut |done, _| {
+        progress.advance((done - last) as u64);
+        last = done;
+        if progress.is_interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    check_interrupt(progress)?;
+    counts.at(subject.path)
+}
+
+/// The texts as token ids, each file and each built-in text on its own.
+fn tokens(subject: Subject<'_>, prompts: &[PathBuf]) -> Result<Vec<Vec<u32>>, Error> {
+    let tokenizer = Tokenizer::from_metadata(subject.source.metadata()).at(subject.path)?;
+    let encode = |text: &str| tokenizer.encode(text, Special::Plain).at(subject.path);
+    if prompts.is_empty() {
+        return BUILT_IN.iter().map(|text| encode(text)).collect();
+    }
+    prompts.iter().map(|path| encode(&String::from_utf8_lossy(&fs::read(path).at(path)?))).collect()
+}
+
+fn read(subject: Subject<'_>, path: &Path, accept_foreign: bool) -> Result<Statistics, Error> {
+    let statistics = Statistics::from_json(&fs::read(path).at(path)?).at(path)?;
+    match statistics.check_model(&layers(subject.model), Some(subject.fingerprint)) {
+        Err(StatisticsError::Foreign { .. }) if accept_foreign => {}
+        checked => checked.at(path)?,
+    }
+    Ok(statistics)
+}
+
+fn imatrix(subject: Subject<'_>, path: &Path) -> Result<Statistics, Error> {
+    let bytes = crate::bytes::FileBytes::open(path, Io::Map).at(path)?;
+    check_imatrix_magic(&bytes).at(path)?;
+    let opened = source::open(path, Io::Map, &Limits::default()).at(path)?;
+    let statistics =
+        read_imatrix(opened.source().as_ref(), subject.model.architecture(), &layers(subject.model))
+            .at(path)?;
+    statistics.check_model(&layers(subject.model), None).at(path)?;
+    Ok(statistics)
+}
+
+fn layers(model: &Model) -> Vec<RoutedLayer> {
+    Counts::new(&model.shape()).layers
+}
