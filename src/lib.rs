@@ -19,6 +19,7 @@ pub mod plan;
 pub mod profile;
 pub mod progress;
 pub mod quantize;
+pub mod runtime;
 pub mod sample;
 pub mod source;
 pub mod tensor;

@@ -3,6 +3,7 @@
 
 pub mod gguf_builder;
 pub mod memory_source;
+pub mod models;
 pub mod naive_executor;
 pub mod naive_forward;
 pub mod packs;

@@ -12,6 +12,7 @@ mod pack;
 mod plan;
 mod quantize;
 mod reference;
+mod run;
 mod support;
 mod threads;
 mod tile;
