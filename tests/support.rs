@@ -10,6 +10,7 @@ pub mod packs;
 pub mod recorder;
 pub mod routed;
 pub mod schema;
+pub mod watch;
 
 use std::path::PathBuf;
 

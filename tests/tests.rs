@@ -2,6 +2,9 @@
 
 mod blocks;
 mod calibrate;
+mod cli;
+mod convert;
+mod demo;
 mod device;
 mod formats;
 mod gguf;

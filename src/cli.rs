@@ -1,0 +1,212 @@
+//! The command line: arguments to requests, results to messages and exit codes.
+//!
+//! Data goes to stdout, words to stderr. Everything that a command does is in the library; a file here per command
+//! turns its words into one call and the result into text or JSON.
+
+mod args;
+mod calibrate;
+mod convert;
+mod demo;
+mod inspect;
+mod output;
+mod plan;
+mod run;
+mod terminal;
+mod verify;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use clap::{CommandFactory, Parser};
+
+use crate::bytes::{Io, Limits};
+use crate::error::Error;
+use crate::gguf::GgufFile;
+use crate::profile::DeviceProfile;
+use crate::threads::Pool;
+use args::{Command, Common, OrkRun, Orkpack};
+use output::Output;
+use terminal::Terminal;
+
+/// The binary `orkpack`: parses `words` (the program's name first), does it, says how it went.
+pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
+    finish(parse::<Orkpack>(words).and_then(|arguments| {
+        let interrupted = watch_interrupt()?;
+        match arguments.command {
+            Command::Convert(arguments) => convert::convert(arguments, interrupted),
+            Command::Plan(arguments) => plan::plan(arguments, interrupted),
+            Command::Calibrate(arguments) => calibrate::calibrate(arguments, interrupted),
+            Command::Merge(arguments) => calibrate::merge(arguments),
+            Command::Verify(arguments) => verify::verify(arguments, interrupted),
+            Command::Inspect(arguments) => inspect::inspect(arguments),
+            Command::Demo(arguments) => demo::demo(arguments, interrupted),
+            Command::Completions { shell } => completions(shell),
+            Command::Man { dir } => man(&dir),
+        }
+    }))
+}
+
+/// The binary `ork-run`.
+pub fn ork_run(words: impl IntoIterator<Item = OsString>) -> ExitCode {
+    finish(parse::<OrkRun>(words).and_then(|arguments| run::run(arguments, watch_interrupt()?)))
+}
+
+/// How a command ended when it did not fail: its exit code.
+type Done = Result<u8, Stop>;
+
+/// Why a command ended early.
+enum Stop {
+    /// clap has something to print: help, a version, or a usage error.
+    Clap(Box<clap::Error>),
+    /// It failed.
+    Failed(Box<Error>),
+    /// Nobody reads our output any more, which is no failure.
+    ClosedPipe,
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        Stop::Failed(Box::new(error))
+    }
+}
+
+macro_rules! stops {
+    ($($error:ty),*) => {
+        $(impl From<$error> for Stop {
+            fn from(error: $error) -> Stop {
+                Error::from(error).into()
+            }
+        })*
+    };
+}
+
+stops!(
+    std::io::Error,
+    crate::calibrate::MergeError,
+    crate::calibrate::StatisticsError,
+    crate::plan::PlanError,
+    crate::profile::ProfileError,
+    crate::sample::SampleError
+);
+
+fn parse<A: Parser>(words: impl IntoIterator<Item = OsString>) -> Result<A, Stop> {
+    A::try_parse_from(words).map_err(|error| Stop::Clap(Box::new(error)))
+}
+
+fn finish(done: Done) -> ExitCode {
+    match done {
+        Ok(code) => ExitCode::from(code),
+        Err(Stop::ClosedPipe) => ExitCode::SUCCESS,
+        Err(Stop::Clap(error)) => {
+            // A closed pipe is no reason to fail here either.
+            let _ = error.print();
+            ExitCode::from(error.exit_code().clamp(0, 255) as u8)
+        }
+        Err(Stop::Failed(error)) => {
+            output::error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Ctrl-C asks the work to stop and clean up; pressed again, it ends the process at once.
+fn watch_interrupt() -> Result<Arc<AtomicBool>, Error> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupted))?;
+        signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
+    }
+    Ok(interrupted)
+}
+
+/// Threads of a command.
+fn n_threads(common: &Common) -> usize {
+    common.threads.map_or_else(Pool::default_threads, usize::from)
+}
+
+fn terminal(common: &Common, interrupted: Arc<AtomicBool>) -> Terminal {
+    Terminal::new(common.quiet, interrupted)
+}
+
+/// A built-in profile by name, or one from a file.
+fn profile(name: &str) -> Result<DeviceProfile, Error> {
+    let path = Path::new(name);
+    if path.extension().is_some_and(|extension| extension == "json") || path.exists() {
+        let json = std::fs::read(path).map_err(|error| Error::from(error).or_at(path))?;
+        return DeviceProfile::from_json(&json).map_err(|error| Error::from(error).or_at(path));
+    }
+    Ok(DeviceProfile::built_in(name)?)
+}
+
+/// The one model of the current folder. Importance matrices, projectors and later shards are no models.
+fn the_model_here() -> Result<PathBuf, Error> {
+    let models: Vec<PathBuf> = files_here("gguf")?.into_iter().filter(|path| is_model(path)).collect();
+    match &models[..] {
+        [model] => Ok(model.clone()),
+        [] => Err(Error::usage("there is no model (*.gguf) in this folder; name one")),
+        several => {
+            let names: Vec<String> = several.iter().map(|path| path.display().to_string()).collect();
+            Err(Error::usage(format!(
+                "there are several models in this folder; name one of: {}",
+                names.join(", ")
+            )))
+        }
+    }
+}
+
+/// The files of the current folder with this ending, sorted.
+fn files_here(ending: &str) -> Result<Vec<PathBuf>, Error> {
+    let here = Path::new(".");
+    let entries = std::fs::read_dir(here).map_err(|error| Error::from(error).or_at(here))?;
+    let names = entries.filter_map(|entry| Some(PathBuf::from(entry.ok()?.file_name())));
+    let mut files: Vec<PathBuf> =
+        names.filter(|path| path.extension().is_some_and(|extension| extension == ending)).collect();
+    files.sort();
+    Ok(files)
+}
+
+fn is_model(path: &Path) -> bool {
+    let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let later_shard =
+        name.rsplit_once("-of-").and_then(|(rest, _)| rest.rsplit_once('-')).is_some_and(|(_, number)| {
+            number.len() == 5 && number != "00001" && number.bytes().all(|b| b.is_ascii_digit())
+        });
+    let kind = || {
+        let file = GgufFile::open(path, Io::Map, &Limits::default()).ok()?;
+        let metadata = &file.parsed().metadata;
+        let kind = metadata.get("general.type")?.as_str()?.to_owned();
+        Some(kind)
+    };
+    // A file that cannot be read is listed, so that its error is seen and not that there is no model.
+    !later_shard && !matches!(kind().as_deref(), Some("imatrix" | "mmproj"))
+}
+
+fn completions(shell: clap_complete::Shell) -> Done {
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Orkpack::command(), "orkpack", &mut text);
+    clap_complete::generate(shell, &mut OrkRun::command(), "ork-run", &mut text);
+    Output::new().bytes(&text)?;
+    Ok(0)
+}
+
+/// One page per command: `orkpack.1`, `orkpack-convert.1`, …, `ork-run.1`.
+fn man(dir: &Path) -> Done {
+    std::fs::create_dir_all(dir).map_err(|error| Error::from(error).or_at(dir))?;
+    let mut pages = vec![("ork-run".to_owned(), OrkRun::command())];
+    let mut orkpack = Orkpack::command();
+    orkpack.build();
+    for command in orkpack.get_subcommands().filter(|command| command.get_name() != "help") {
+        pages.push((format!("orkpack-{}", command.get_name()), command.clone()));
+    }
+    pages.push(("orkpack".to_owned(), orkpack));
+    for (name, command) in pages {
+        let path = dir.join(format!("{name}.1"));
+        let mut page = Vec::new();
+        clap_mangen::Man::new(command.display_name(name.clone())).title(name).render(&mut page)?;
+        crate::convert::write_beside(&path, &page)?;
+    }
+    Ok(0)
+}

@@ -1,0 +1,73 @@
+//! `orkpack calibrate` and `orkpack merge`.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use super::args::{CalibrateArgs, MergeArgs};
+use super::output::Output;
+use super::{Done, n_threads, terminal};
+use crate::bytes::{Io, Limits};
+use crate::calibrate::{self, Statistics};
+use crate::convert::{Subject, beside, count, write_beside};
+use crate::error::{AtFile, Error};
+use crate::model::Model;
+use crate::source;
+
+pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done {
+    let CalibrateArgs { model: path, prompts, output, force, common } = arguments;
+    let output = output.unwrap_or_else(|| beside(&path));
+    refuse_existing(&output, force)?;
+    let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
+    let model = Model::describe(source.as_ref()).at(&path)?;
+    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
+    let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+    let mut progress = terminal(&common, interrupted);
+    let statistics = count(subject, &prompts, n_threads(&common), &mut progress)?;
+    keep(&statistics, &output, common.json)
+}
+
+pub fn merge(arguments: MergeArgs) -> Done {
+    let MergeArgs { statistics, output, weights, force, common } = arguments;
+    refuse_existing(&output, force)?;
+    if !weights.is_empty() && weights.len() != statistics.len() {
+        let (given, needed) = (weights.len(), statistics.len());
+        return Err(Error::usage(format!("--weights has {given} weights for {needed} documents")).into());
+    }
+    let mut documents = Vec::with_capacity(statistics.len());
+    for (i, path) in statistics.iter().enumerate() {
+        let document = Statistics::from_json(&std::fs::read(path).at(path)?).at(path)?;
+        documents.push((document, weights.get(i).copied().unwrap_or(1)));
+    }
+    keep(&calibrate::merge(&documents)?, &output, common.json)
+}
+
+fn refuse_existing(output: &Path, force: bool) -> Result<(), Error> {
+    if !force && output.exists() {
+        return Err(Error::usage("exists already; --force replaces it").or_at(output));
+    }
+    Ok(())
+}
+
+fn keep(statistics: &Statistics, output: &Path, json: bool) -> Done {
+    let document = statistics.to_json()?;
+    write_beside(output, &document)?;
+    if json {
+        Output::new().bytes(&document)?;
+        return Ok(0);
+    }
+    let coverage = statistics.coverage();
+    let mut text = format!(
+        "{}: {} tokens, {} of {} experts never seen (measured)\n",
+        output.display(),
+        coverage.tokens,
+        coverage.never_seen.len(),
+        coverage.n_experts
+    );
+    if coverage.is_thin() {
+        let wanted = coverage.tokens_wanted;
+        text += &format!("note: too few tokens to rank every expert; {wanted} give each about 20 calls\n");
+    }
+    Output::new().text(&text)?;
+    Ok(0)
+}

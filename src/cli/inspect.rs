@@ -1,0 +1,25 @@
+//! `orkpack inspect`.
+
+use super::args::InspectArgs;
+use super::output::Output;
+use super::{Done, the_model_here};
+use crate::bytes::{Io, Limits};
+use crate::error::AtFile;
+use crate::model::Model;
+use crate::report::{InspectDocument, inspection};
+use crate::source;
+
+pub fn inspect(arguments: InspectArgs) -> Done {
+    let path = arguments.model.map_or_else(the_model_here, Ok)?;
+    let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
+    let source = opened.source();
+    let shape = Model::describe(source.as_ref()).map(|model| model.shape());
+    let shape = shape.as_ref().map_err(|problem| problem.to_string());
+    let document = InspectDocument::of(&path, source.as_ref(), shape, opened.pack(), arguments.tensors);
+    if arguments.common.json {
+        Output::new().json(&document)?;
+    } else {
+        Output::new().text(&inspection(&document))?;
+    }
+    Ok(0)
+}

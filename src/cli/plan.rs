@@ -1,0 +1,82 @@
+//! `orkpack plan`.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use super::args::PlanArgs;
+use super::convert::choice;
+use super::output::{Output, say};
+use super::{Done, n_threads, terminal, the_model_here};
+use crate::bytes::{Io, Limits};
+use crate::convert::{StatisticsFrom, Subject, choose, find, find_or_run, write_beside};
+use crate::error::{AtFile, Error};
+use crate::model::Model;
+use crate::plan::{Plan, Routing, Skew};
+use crate::report;
+use crate::source;
+
+pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
+    let common = &arguments.common;
+    let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
+    let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
+    let model = Model::describe(source.as_ref()).at(&path)?;
+    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
+    let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+    let choice = choice(&arguments.choice)?;
+    let mut progress = terminal(common, interrupted);
+    let found = match &choice.statistics {
+        StatisticsFrom::Prompts(_) => {
+            let threads = n_threads(common);
+            Some(find_or_run(
+                subject,
+                &choice.statistics,
+                choice.accept_foreign,
+                None,
+                threads,
+                &mut progress,
+            )?)
+        }
+        from => find(subject, from, choice.accept_foreign, &mut progress)?,
+    };
+    let known = match &found {
+        Some(found) => Routing::Measured(&found.statistics),
+        None => Routing::Assumed(Skew::RANGE),
+    };
+    let plan = match &arguments.choice.plan {
+        Some(file) => {
+            let plan = Plan::from_json(&std::fs::read(file).at(file)?).at(file)?;
+            plan.check(&model.shape(), &choice.profile).at(file)?;
+            plan
+        }
+        None => choose(&model.shape(), known, &choice)?,
+    };
+    let json = plan.to_json()?;
+    if let Some(output) = &arguments.output {
+        write_beside(output, &json)?;
+        say(common.quiet, &format!("plan written to {}", output.display()));
+    }
+    if common.json {
+        Output::new().bytes(&json)?;
+    } else {
+        let source = match &arguments.choice.plan {
+            Some(file) => format!("as in {}", file.display()),
+            None => report::routing(found.as_ref()),
+        };
+        Output::new().text(&report::plan(&plan, &source))?;
+    }
+    Ok(gain(&plan, arguments.require_gain, common.quiet)?)
+}
+
+/// 0 when some regime's planned speed is at least `least` times the CPU's.
+fn gain(plan: &Plan, least: Option<f64>, quiet: bool) -> Result<u8, Error> {
+    let Some(least) = least else { return Ok(0) };
+    if !least.is_finite() || least <= 0.0 {
+        return Err(Error::usage(format!("--require-gain {least}: expected a factor like 1.1")));
+    }
+    let best = plan.forecasts.iter().map(|forecast| forecast.gain.value).fold(0.0, f64::max);
+    if best >= least {
+        return Ok(0);
+    }
+    say(quiet, &format!("the best predicted gain is {best:.2}×, below the required {least:.2}× (estimated)"));
+    Ok(1)
+}

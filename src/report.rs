@@ -1,0 +1,38 @@
+//! Plans, checks, conversions and runs, as text for people and as JSON for programs. It computes nothing.
+//!
+//! Each kind of result is a file: its text and its document (schema in `formats/`). Every number says how it came
+//! about: measured (counted or timed here), simulated (the software NPU and the profile's clock), or estimated.
+
+mod conversion;
+mod inspection;
+mod planning;
+mod running;
+mod verification;
+
+use serde::Serialize;
+
+pub use conversion::ConvertDocument;
+pub use inspection::{InspectDocument, inspection};
+pub use planning::{plan, routing};
+pub use running::{ComparisonPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, run};
+pub use verification::{VerifyDocument, verification};
+
+/// A document as one line of JSON.
+///
+/// # Errors
+///
+/// What serde_json says of a float that is not finite.
+pub fn json(document: &impl Serialize) -> Result<String, serde_json::Error> {
+    serde_json::to_string(document)
+}
+
+/// `1 chunk`, `2 chunks`.
+fn counted(n: u64, one: &str, many: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { many })
+}
+
+/// A file's text with what a terminal would obey made visible.
+pub fn escape(text: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().collect() } else { c.to_string() };
+    text.chars().map(escape).collect()
+}

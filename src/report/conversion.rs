@@ -1,0 +1,106 @@
+//! The result of `orkpack convert`.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use crate::convert::{Outcome, Prepared};
+use crate::units::Bytes;
+
+/// A finished conversion as JSON (schema: `formats/convert.schema.json`).
+#[derive(Clone, Debug, Serialize)]
+pub struct ConvertDocument {
+    /// `orkpack-convert-1`.
+    pub schema: &'static str,
+    /// The pack's path.
+    pub output: String,
+    /// Whether it was written (not after `--dry-run`).
+    pub written: bool,
+    /// Its exact length in bytes.
+    pub file_bytes: u64,
+    /// Its digest; `null` after `--dry-run`.
+    pub root: Option<String>,
+    /// Expert matrices with an int8 copy.
+    pub hot_matrices: u64,
+    /// Bytes of these on the device.
+    pub npu_bytes: u64,
+    /// Chunks they lie in.
+    pub chunks: u64,
+    /// Mean relative RMS error of the int8 copies, measured.
+    pub mean_error: f64,
+    /// The largest of these errors, measured.
+    pub worst_error: f64,
+    /// Weights that were not finite and became zero.
+    pub clamped: u64,
+    /// Where the routing statistics are; `null` when a plan was given.
+    pub statistics: Option<String>,
+    /// The plan's answer in one sentence.
+    pub verdict: String,
+}
+
+impl ConvertDocument {
+    /// What a dry run knows.
+    pub fn dry(prepared: &Prepared, output: &std::path::Path, file_bytes: u64) -> ConvertDocument {
+        let plan = &prepared.plan;
+        let found = prepared.statistics.as_ref().and_then(|found| found.file.as_ref());
+        ConvertDocument {
+            schema: "orkpack-convert-1",
+            output: output.display().to_string(),
+            written: false,
+            file_bytes,
+            root: None,
+            hot_matrices: plan.matrices().count() as u64,
+            npu_bytes: plan.footprint.weight_bytes,
+            chunks: plan.chunks.len() as u64,
+            mean_error: 0.0,
+            worst_error: 0.0,
+            clamped: 0,
+            statistics: found.map(|file| file.display().to_string()),
+            verdict: plan.verdict.sentence.clone(),
+        }
+    }
+
+    /// What a finished conversion knows.
+    pub fn written(prepared: &Prepared, outcome: &Outcome) -> ConvertDocument {
+        ConvertDocument {
+            written: true,
+            root: Some(outcome.root.to_string()),
+            mean_error: outcome.mean_error,
+            worst_error: outcome.worst_error.map_or(0.0, |(_, error)| error),
+            clamped: outcome.n_clamped,
+            ..ConvertDocument::dry(prepared, &outcome.output, outcome.file_len.0)
+        }
+    }
+
+    /// The document as text.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        let (output, size) = (super::escape(&self.output), Bytes(self.file_bytes));
+        // Writing to a string cannot fail.
+        let _ = match &self.root {
+            None => {
+                writeln!(text, "{output}: would be {} bytes ({size}); nothing was written", self.file_bytes)
+            }
+            Some(root) => writeln!(text, "{output}: {} bytes ({size})\n  root {root}", self.file_bytes),
+        };
+        let _ = writeln!(
+            text,
+            "  {} for the NPU in {}, {}",
+            super::counted(self.hot_matrices, "expert matrix", "expert matrices"),
+            super::counted(self.chunks, "chunk", "chunks"),
+            Bytes(self.npu_bytes)
+        );
+        if self.written && self.hot_matrices > 0 {
+            let _ = writeln!(
+                text,
+                "  int8 copies are off by {:.2} % RMS on average, {:.2} % at most (measured)",
+                100.0 * self.mean_error,
+                100.0 * self.worst_error
+            );
+        }
+        if self.clamped > 0 {
+            let _ = writeln!(text, "  {} weights were not finite and became zero", self.clamped);
+        }
+        text
+    }
+}

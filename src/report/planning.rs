@@ -1,0 +1,169 @@
+//! A plan as text: the verdict first, then the speeds, the memory, the table.
+
+use std::fmt::Write;
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use crate::calibrate::Origin;
+use crate::convert::FoundStatistics;
+use crate::plan::{Advice, Basis, Forecast, HitRate, Plan, Range, Regime};
+use crate::units::Bytes;
+
+/// The plan for people; `source` says where its routing comes from.
+pub fn plan(plan: &Plan, source: &str) -> String {
+    let mut text = format!("{}\n\n", plan.verdict.sentence);
+    text += &forecasts(plan);
+    text += &residency(plan);
+    for note in &plan.notes {
+        text += &format!("note: {note}\n");
+    }
+    text += &format!("\nrouting: {source}\n");
+    text += &layers(plan);
+    text
+}
+
+/// Where a plan's routing comes from, in words.
+pub fn routing(found: Option<&FoundStatistics>) -> String {
+    let Some(found) = found else {
+        return "assumed, estimated; `orkpack calibrate MODEL` measures it".to_owned();
+    };
+    let statistics = &found.statistics;
+    let how = match statistics.origin {
+        Origin::Calibration => "counted",
+        Origin::Imatrix => "counted by an imatrix",
+        Origin::Merged => "merged from several counts",
+    };
+    let held_out = statistics.held_out.as_ref().map_or(0, |block| block.tokens);
+    let tokens = statistics.calibration.tokens;
+    let file = match (&found.file, found.is_new) {
+        (Some(file), true) => format!(", kept in {}", file.display()),
+        (Some(file), false) => format!(", from {}", file.display()),
+        (None, _) => String::new(),
+    };
+    format!("{how} over {tokens} tokens, {held_out} held out (measured){file}")
+}
+
+fn forecasts(plan: &Plan) -> String {
+    let mut table = table(&["tokens/s", "CPU only", "planned", "all resident", "gain", ""]);
+    for forecast in &plan.forecasts {
+        let Forecast { regime, tokens, basis, cpu_only, planned, all_resident, gain } = forecast;
+        let what = match regime {
+            Regime::Decode => "decode".to_owned(),
+            Regime::Prefill => format!("prefill of {tokens}"),
+        };
+        let speeds = [cpu_only, planned, all_resident].map(|range| spread(range, 1));
+        let mut row = vec![what];
+        row.extend(speeds);
+        row.extend([format!("{}×", spread(gain, 2)), word(*basis).to_owned()]);
+        table.add_row(row);
+    }
+    format!("{table}\n\n")
+}
+
+fn residency(plan: &Plan) -> String {
+    let mut text = String::new();
+    let footprint = &plan.footprint;
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        text,
+        "resident: {} in {}, {} of the {} budget{}; scratch beside it {}",
+        super::counted(plan.matrices().count() as u64, "expert matrix", "expert matrices"),
+        super::counted(footprint.n_chunks.into(), "chunk", "chunks"),
+        Bytes(footprint.weight_bytes),
+        Bytes(plan.budget_bytes),
+        if plan.n_domains > 1 { format!(" in each of {} domains", plan.n_domains) } else { String::new() },
+        Bytes(footprint.scratch_bytes)
+    );
+    if !plan.is_cold() {
+        let rates = &plan.hit_rates;
+        let _ = writeln!(text, "hit rate: {}, {}", hit_rate(&rates.overall), word(rates.basis));
+    }
+    for cut in &plan.cuts {
+        let hot: u64 = cut.layers.iter().map(|&items| u64::from(items)).sum();
+        let (regime, advice) = match cut.regime {
+            Regime::Decode => ("decode", plan.verdict.decode),
+            Regime::Prefill => ("prefill", plan.verdict.prefill),
+        };
+        let what = match (hot, advice) {
+            (0, _) => "CPU only".to_owned(),
+            (_, Advice::AsAsked) => {
+                format!("{hot} experts hot, as asked, {:.1} % of calls", 100.0 * cut.hit_rate)
+            }
+            _ => format!("{hot} experts hot, {:.1} % of calls", 100.0 * cut.hit_rate),
+        };
+        let _ = writeln!(text, "{regime} (from {} tokens): {what}", cut.from_tokens);
+    }
+    let memory = &plan.memory;
+    let _ = writeln!(
+        text,
+        "memory: model {} + NPU {} + scratch {} + KV cache at {} tokens {} = {} of {}",
+        Bytes(memory.source_bytes),
+        Bytes(memory.npu_bytes),
+        Bytes(memory.scratch_bytes),
+        memory.context_tokens,
+        Bytes(memory.kv_bytes),
+        Bytes(memory.total_bytes),
+        Bytes(memory.ram_bytes)
+    );
+    text
+}
+
+fn hit_rate(rate: &HitRate) -> String {
+    let percent = |range: &Range| {
+        format!("{:.1} % ({:.1} to {:.1})", 100.0 * range.value, 100.0 * range.low, 100.0 * range.high)
+    };
+    let held_out =
+        rate.held_out.as_ref().map_or("no held-out text".to_owned(), |r| format!("held out {}", percent(r)));
+    let uniform = 100.0 * rate.uniform;
+    format!(
+        "calibration {}, {held_out}, uniform {uniform:.1} %, lift {:.2}×",
+        percent(&rate.calibration),
+        rate.lift
+    )
+}
+
+fn layers(plan: &Plan) -> String {
+    let mut table = table(&["layer", "domain", "experts", "used", "resident", "hottest (share of calls)"]);
+    for layer in &plan.layers {
+        // Assumed routing says how much the hottest would serve, not which they are.
+        let known = if plan.statistics.is_some() { 6 } else { 0 };
+        let hottest = layer
+            .ranking
+            .iter()
+            .take(known)
+            .map(|item| format!("{} {:.1} %", item.expert, 100.0 * item.share));
+        let hottest: Vec<String> = hottest.collect();
+        table.add_row([
+            layer.layer.to_string(),
+            layer.domain.to_string(),
+            layer.n_expert.to_string(),
+            layer.n_used.to_string(),
+            layer.resident.to_string(),
+            hottest.join(", "),
+        ]);
+    }
+    format!("\n{table}\n")
+}
+
+/// A plain table: numbers to the right, no lines between rows.
+fn table(head: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(head);
+    for column in table.column_iter_mut().skip(1).take(head.len().saturating_sub(2)) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+fn spread(range: &Range, digits: usize) -> String {
+    let Range { low, value, high } = range;
+    format!("{value:.digits$} ({low:.digits$}–{high:.digits$})")
+}
+
+fn word(basis: Basis) -> &'static str {
+    match basis {
+        Basis::Measured => "measured",
+        Basis::Simulated => "simulated",
+        Basis::Estimated => "estimated",
+    }
+}
