@@ -2,7 +2,7 @@
 //! refuses.
 
 use orkpack::calibrate::{Block, Statistics};
-use orkpack::device::{Device, Npu, Sim};
+use orkpack::device::{Device, DeviceMatrix, Job, Npu, PlacedPart, Sim};
 use orkpack::model::{ModelShape, MoeLayerShape};
 use orkpack::plan::cost::{Bound, Load, Phase, Rates};
 use orkpack::plan::{
@@ -10,7 +10,7 @@ use orkpack::plan::{
     choose, prefix_hits,
 };
 use orkpack::profile::DeviceProfile;
-use orkpack::tensor::{Dtype, Projection};
+use orkpack::tensor::{Dtype, MatrixView, Projection};
 use orkpack::tile::{self, Scratch};
 use orkpack::units::{Bytes, ExpertId, LayerId};
 
@@ -452,6 +452,43 @@ fn assert_mapped(plan: &Plan, profile: &DeviceProfile) {
         let held = held.map_or((0, 0), |held| (held.weight_bytes, held.scratch_bytes));
         assert_eq!(held, (planned.weight_bytes, planned.scratch_bytes), "domain {number}");
         assert!(held.0 <= plan.budget_bytes);
+    }
+}
+
+/// Without work on the CPU a phase is one submission: the planner's price is the software NPU's clock.
+#[test]
+fn the_software_npus_clock_is_the_planners() {
+    let profile = rk3588();
+    let rates = Rates::of(&profile, Bound::Likely);
+    for (n_matrices, n_in, n_out, m) in
+        [(4, 512, 512, 1), (6, 256, 256, 3), (16, 1024, 96, 1), (3, 512, 64, 40)]
+    {
+        let parts = tile::cut(n_in, n_out, &profile).unwrap();
+        let [part] = parts[..] else { panic!("one program each") };
+        let mut npu = Npu::new(Sim::new(&profile), &profile);
+        let chunk = npu.create_chunk(part.bytes() * n_matrices, 0).unwrap();
+        npu.fill_chunk(chunk, &mut |_| Ok(())).unwrap();
+        npu.prepare(&[(0, part)]).unwrap();
+        let matrix = |i| DeviceMatrix {
+            n_in: n_in as u32,
+            n_out: n_out as u32,
+            parts: vec![PlacedPart { part, chunk, offset: i * part.bytes() }],
+        };
+        let matrices: Vec<DeviceMatrix> = (0..n_matrices).map(matrix).collect();
+        let codes = vec![1i8; m * n_in as usize];
+        let rows = MatrixView::new(&codes, m, n_in as usize).unwrap();
+        let mut sums = vec![0; m * n_out as usize * n_matrices as usize];
+        let outs = sums.chunks_exact_mut(m * n_out as usize);
+        let mut jobs: Vec<Job<'_>> =
+            matrices.iter().zip(outs).map(|(matrix, out)| Job { matrix, rows, out }).collect();
+        npu.run(&mut jobs).unwrap();
+        let account = npu.account();
+        assert_eq!((account.submissions, account.programs), (1, n_matrices));
+        let bytes = part.bytes() as f64;
+        let load = rates.npu(bytes, bytes * m as f64, 1.0).times(n_matrices as f64);
+        let seconds = rates.phase_seconds(&Phase { npu: load, submits: 1.0, cpu: Load::default() });
+        let clock = account.modelled_us * 1e-6;
+        assert!((seconds / clock - 1.0).abs() < 1e-9, "{n_in} {n_out} {m}: {seconds} {clock}");
     }
 }
 

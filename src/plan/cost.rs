@@ -137,7 +137,8 @@ impl Rates {
     /// Seconds until both sides have ended: both stream at their shared rates until the first ends, then the other
     /// alone. The NPU streams nothing while it is being started.
     pub fn phase_seconds(&self, phase: &Phase) -> f64 {
-        let start = phase.submits * self.submit;
+        // The first program of a submission is part of it; the load counts them all.
+        let start = phase.submits * (self.submit - self.program).max(0.0);
         let (npu, cpu) = (phase.npu.seconds, phase.cpu.seconds);
         if self.serial {
             return start + npu + cpu;
