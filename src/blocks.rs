@@ -7,11 +7,21 @@
 mod bf16;
 mod f16;
 mod f32;
+mod iq4_nl;
+mod iq4_xs;
+mod mxfp4;
+mod q2_k;
+mod q3_k;
 mod q4_0;
+mod q4_1;
 mod q4_k;
+mod q5_0;
+mod q5_1;
 mod q5_k;
 mod q6_k;
 mod q8_0;
+mod tq1_0;
+mod tq2_0;
 
 use thiserror::Error;
 
@@ -65,9 +75,19 @@ fn format(dtype: Dtype) -> Option<Format> {
         Dtype::BF16 => Some(format_of::<bf16::Bf16, _, _>()),
         Dtype::Q8_0 => Some(format_of::<q8_0::Q8_0, _, _>()),
         Dtype::Q4_0 => Some(format_of::<q4_0::Q4_0, _, _>()),
+        Dtype::Q4_1 => Some(format_of::<q4_1::Q4_1, _, _>()),
+        Dtype::Q5_0 => Some(format_of::<q5_0::Q5_0, _, _>()),
+        Dtype::Q5_1 => Some(format_of::<q5_1::Q5_1, _, _>()),
+        Dtype::Q2_K => Some(format_of::<q2_k::Q2K, _, _>()),
+        Dtype::Q3_K => Some(format_of::<q3_k::Q3K, _, _>()),
         Dtype::Q4_K => Some(format_of::<q4_k::Q4K, _, _>()),
         Dtype::Q5_K => Some(format_of::<q5_k::Q5K, _, _>()),
         Dtype::Q6_K => Some(format_of::<q6_k::Q6K, _, _>()),
+        Dtype::IQ4_NL => Some(format_of::<iq4_nl::Iq4Nl, _, _>()),
+        Dtype::IQ4_XS => Some(format_of::<iq4_xs::Iq4Xs, _, _>()),
+        Dtype::MXFP4 => Some(format_of::<mxfp4::Mxfp4, _, _>()),
+        Dtype::TQ1_0 => Some(format_of::<tq1_0::Tq1_0, _, _>()),
+        Dtype::TQ2_0 => Some(format_of::<tq2_0::Tq2_0, _, _>()),
         _ => None,
     }
 }

@@ -5,8 +5,8 @@ use orkpack::tensor::Dtype;
 
 use crate::support::fixture;
 
-/// The formats, and where a block of each has its half-precision scales.
-const FORMATS: [(Dtype, &[usize]); 8] = [
+/// The formats, and where a block of each has its scales; float types have none.
+const FORMATS: [(Dtype, &[usize]); 18] = [
     (Dtype::F32, &[]),
     (Dtype::F16, &[]),
     (Dtype::BF16, &[]),
@@ -15,6 +15,16 @@ const FORMATS: [(Dtype, &[usize]); 8] = [
     (Dtype::Q4_K, &[0, 2]),
     (Dtype::Q5_K, &[0, 2]),
     (Dtype::Q6_K, &[208]),
+    (Dtype::Q4_1, &[0, 2]),
+    (Dtype::Q5_0, &[0]),
+    (Dtype::Q5_1, &[0, 2]),
+    (Dtype::Q2_K, &[80, 82]),
+    (Dtype::Q3_K, &[108]),
+    (Dtype::IQ4_NL, &[0]),
+    (Dtype::IQ4_XS, &[0]),
+    (Dtype::MXFP4, &[0]),
+    (Dtype::TQ1_0, &[52]),
+    (Dtype::TQ2_0, &[64]),
 ];
 
 fn vector(dtype: Dtype, suffix: &str) -> Vec<u8> {
@@ -65,6 +75,15 @@ fn lengths_are_checked() {
     }
 }
 
+/// Puts a half-precision number, which is not finite, in a scale; where scales are not halves, their like of it.
+fn set_scale(dtype: Dtype, block: &mut [u8], at: usize, half: u16) {
+    let bits = if matches!(dtype, Dtype::F32 | Dtype::BF16) { 0x7f80 } else { half };
+    match dtype {
+        Dtype::MXFP4 => block[at] = 253,
+        _ => block[at..at + 2].copy_from_slice(&bits.to_le_bytes()),
+    }
+}
+
 #[test]
 fn the_first_block_that_is_not_finite_is_named() {
     for (dtype, scales) in FORMATS {
@@ -75,10 +94,8 @@ fn the_first_block_that_is_not_finite_is_named() {
         for at in if scales.is_empty() { &last } else { scales } {
             for (infinite_or_nan, block) in [(0x7c00u16, 0), (0xfc00, 2), (0x7e01, 5)] {
                 let mut bad = good.clone();
-                let bits = if matches!(dtype, Dtype::F32 | Dtype::BF16) { 0x7f80 } else { infinite_or_nan };
-                for block in [block, block + 1] {
-                    let at = block * dtype.block_bytes() + at;
-                    bad[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+                for block in bad.chunks_exact_mut(dtype.block_bytes()).skip(block).take(2) {
+                    set_scale(dtype, block, *at, infinite_or_nan);
                 }
                 assert_eq!(check_finite(dtype, &bad), Err(BlockError::NotFinite { block }), "{dtype}");
             }

@@ -15,6 +15,8 @@ use orkpack::tensor::{
 use orkpack::threads::Pool;
 use orkpack::units::{ExpertId, LayerId};
 
+use crate::support::fixture;
+
 /// Types with a path of their own, and the widths of a row in weights.
 const TYPES: [(Dtype, &[usize]); 8] = [
     (Dtype::F32, &[1, 8, 15, 16, 17, 100]),
@@ -203,6 +205,30 @@ fn exact_mode_multiplies_dequantised_weights_in_f32() {
             for (found, (sum, size)) in found.iter().zip(reference(weight, &rows)) {
                 assert!((f64::from(*found) - sum).abs() <= 1e-6 * size, "{dtype}: {found} for {sum}");
             }
+        }
+    }
+}
+
+#[test]
+fn types_without_a_path_of_their_own_run_in_f32() {
+    let mut random = Random(8);
+    let others = |dtype: &&Dtype| blocks::is_supported(**dtype) && TYPES.iter().all(|(own, _)| own != *dtype);
+    for &dtype in Dtype::ALL.iter().filter(others) {
+        assert_eq!(Form::for_weight(dtype), Form::F32, "{dtype}");
+        let bytes = std::fs::read(fixture(&format!("vectors/blocks/{dtype}.bin"))).unwrap();
+        let n_blocks = bytes.len() / dtype.block_bytes();
+        let (n_in, n_out) = (2 * dtype.block_len(), n_blocks / 2);
+        let weight = WeightView::new(dtype, n_in, n_out, &bytes).unwrap();
+        let mut decoded = vec![0f32; n_in * n_out];
+        blocks::dequantize(dtype, &bytes, &mut decoded).unwrap();
+        let floats = WeightView::new(Dtype::F32, n_in, n_out, bytemuck::cast_slice(&decoded)).unwrap();
+        // Small, so that the largest weights of the vectors do not overflow.
+        let rows: Vec<f32> = random.floats(3 * n_in).iter().map(|x| x / 1024.0).collect();
+        let expected = multiply(naive(), Form::F32, floats, &rows);
+        assert!(expected.iter().all(|x| x.is_finite()), "{dtype}");
+        for kernel in [naive()].into_iter().chain(fast_kernels()) {
+            let found = multiply(kernel, Form::F32, weight, &rows);
+            assert_eq!(bits(&found), bits(&expected), "{dtype} {:?}", kernel.path());
         }
     }
 }

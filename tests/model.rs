@@ -159,8 +159,8 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
             says: "tensor `blk.0.attn_q_norm.weight` has shape [64], expected [16]",
         },
         Refusal {
-            spoil: |s| s.tensor("blk.0.attn_k.weight").dtype = Dtype::IQ1_S,
-            says: "tensor `blk.0.attn_k.weight` is of type IQ1_S, which is not supported",
+            spoil: |s| s.tensor("blk.0.attn_k.weight").dtype = Dtype::Q8_K,
+            says: "tensor `blk.0.attn_k.weight` is of type Q8_K, which is not supported",
         },
         Refusal {
             spoil: |s| s.tensor("blk.0.ffn_gate_inp.weight").dtype = Dtype::F16,
