@@ -7,6 +7,14 @@
 mod bf16;
 mod f16;
 mod f32;
+mod grids;
+mod iq1_m;
+mod iq1_s;
+mod iq2_s;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_s;
+mod iq3_xxs;
 mod iq4_nl;
 mod iq4_xs;
 mod mxfp4;
@@ -83,6 +91,13 @@ fn format(dtype: Dtype) -> Option<Format> {
         Dtype::Q4_K => Some(format_of::<q4_k::Q4K, _, _>()),
         Dtype::Q5_K => Some(format_of::<q5_k::Q5K, _, _>()),
         Dtype::Q6_K => Some(format_of::<q6_k::Q6K, _, _>()),
+        Dtype::IQ1_S => Some(format_of::<iq1_s::Iq1S, _, _>()),
+        Dtype::IQ1_M => Some(format_of::<iq1_m::Iq1M, _, _>()),
+        Dtype::IQ2_XXS => Some(format_of::<iq2_xxs::Iq2Xxs, _, _>()),
+        Dtype::IQ2_XS => Some(format_of::<iq2_xs::Iq2Xs, _, _>()),
+        Dtype::IQ2_S => Some(format_of::<iq2_s::Iq2S, _, _>()),
+        Dtype::IQ3_XXS => Some(format_of::<iq3_xxs::Iq3Xxs, _, _>()),
+        Dtype::IQ3_S => Some(format_of::<iq3_s::Iq3S, _, _>()),
         Dtype::IQ4_NL => Some(format_of::<iq4_nl::Iq4Nl, _, _>()),
         Dtype::IQ4_XS => Some(format_of::<iq4_xs::Iq4Xs, _, _>()),
         Dtype::MXFP4 => Some(format_of::<mxfp4::Mxfp4, _, _>()),

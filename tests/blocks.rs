@@ -6,7 +6,7 @@ use orkpack::tensor::Dtype;
 use crate::support::fixture;
 
 /// The formats, and where a block of each has its scales; float types have none.
-const FORMATS: [(Dtype, &[usize]); 18] = [
+const FORMATS: [(Dtype, &[usize]); 25] = [
     (Dtype::F32, &[]),
     (Dtype::F16, &[]),
     (Dtype::BF16, &[]),
@@ -25,6 +25,13 @@ const FORMATS: [(Dtype, &[usize]); 18] = [
     (Dtype::MXFP4, &[0]),
     (Dtype::TQ1_0, &[52]),
     (Dtype::TQ2_0, &[64]),
+    (Dtype::IQ1_S, &[0]),
+    (Dtype::IQ1_M, &[49]),
+    (Dtype::IQ2_XXS, &[0]),
+    (Dtype::IQ2_XS, &[0]),
+    (Dtype::IQ2_S, &[0]),
+    (Dtype::IQ3_XXS, &[0]),
+    (Dtype::IQ3_S, &[0]),
 ];
 
 fn vector(dtype: Dtype, suffix: &str) -> Vec<u8> {
@@ -39,6 +46,33 @@ fn decode_as_the_reference_does() {
         dequantize(dtype, &vector(dtype, "bin"), &mut out).unwrap();
         let bytes: Vec<u8> = out.iter().flat_map(|w| w.to_le_bytes()).collect();
         assert!(bytes == expected, "{dtype}");
+    }
+}
+
+/// Digests of what 1024 blocks decode to, enough to meet every point of the grids; printed by the same script.
+const LONG_RUNS: [(Dtype, &str); 7] = [
+    (Dtype::IQ1_S, "1748c27770ce8f394f4a0bca0f355cb819afd9075bf32e7ae3f356037b7dddae"),
+    (Dtype::IQ1_M, "22e82ac7b7d9aa6f3b48338ac334085765dcae1f4f0e7b00cf0793b5d89e2eb2"),
+    (Dtype::IQ2_XXS, "6d23062c5ddd48562b49cb812d251fc4c1a2d38912f46f5bdef43ac6a5c3833f"),
+    (Dtype::IQ2_XS, "c7915515d7853660dcbe6ad1ff65f6185938ec1708e247b91b47c0ff40932901"),
+    (Dtype::IQ2_S, "2b74035aa0d04113984e0078abc8f903a339a316968923a2e726445fab7d743c"),
+    (Dtype::IQ3_XXS, "7bfeb43680d391e6bd1908c9a41dd8066a250d71a8f34459416e54002455120d"),
+    (Dtype::IQ3_S, "a6fcadc953e544a41aab79928cbab3b1693289cb87cc4b31f804a84fcd59b784"),
+];
+
+#[test]
+fn every_point_of_the_grids_is_the_references() {
+    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+    for (dtype, digest) in LONG_RUNS {
+        let mixed = (0..1024 * dtype.block_bytes() as u64).map(|i| i.wrapping_mul(ODD));
+        let mut bytes: Vec<u8> = mixed.map(|z| ((z ^ z >> 32).wrapping_mul(ODD) >> 56) as u8).collect();
+        let at = if dtype == Dtype::IQ1_M { 49 } else { 0 };
+        for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+            set_scale(dtype, block, at, half::f16::ONE.to_bits());
+        }
+        let mut out = vec![f32::NAN; 1024 * dtype.block_len()];
+        dequantize(dtype, &bytes, &mut out).unwrap();
+        assert_eq!(blake3::hash(bytemuck::cast_slice(&out)).to_string(), digest, "{dtype}");
     }
 }
 
@@ -75,11 +109,15 @@ fn lengths_are_checked() {
     }
 }
 
-/// Puts a half-precision number, which is not finite, in a scale; where scales are not halves, their like of it.
+/// Puts a half-precision number in a scale. Of types whose scales are not halves, any number that is not finite.
 fn set_scale(dtype: Dtype, block: &mut [u8], at: usize, half: u16) {
     let bits = if matches!(dtype, Dtype::F32 | Dtype::BF16) { 0x7f80 } else { half };
     match dtype {
         Dtype::MXFP4 => block[at] = 253,
+        Dtype::IQ1_M => (0..4).for_each(|part| {
+            let byte = &mut block[at + 2 * part];
+            *byte = *byte & 15 | ((half >> (4 * part) & 15) as u8) << 4;
+        }),
         _ => block[at..at + 2].copy_from_slice(&bits.to_le_bytes()),
     }
 }
