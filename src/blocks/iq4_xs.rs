@@ -3,11 +3,11 @@
 //! ```text
 //! byte   0    2    4             8                                       136
 //!        | d  | h  | l0 l1 l2 l3 | b0 b1 …                          b127 |
-//!         f16  u16   lower 4 bits  16 bytes per group, as in IQ4_NL
-//!              bits  of scale[g]:
-//!          2g, 2g+1: l[g / 2], low half first
-//!        upper bits
-//!       of scale[g]                     w = d * (scale[g] - 32) * STEPS[q]
+//!         f16  u16   4 bits per    16 bytes per group, as in IQ4_NL
+//!                    group, the lower half of a byte first: the lower bits of scale[g];
+//!              bits 2g and 2g + 1: its upper bits
+//!
+//!        w = d * (scale[g] - 32) * STEPS[q]
 //! ```
 
 use super::iq4_nl::decode_group;

@@ -37,5 +37,5 @@ impl Block<256, 54> for Tq1_0 {
 /// Digit `r` of a byte, the most significant first.
 fn digit(b: u8, r: u32) -> i8 {
     let fraction = b.wrapping_mul(3u8.wrapping_pow(r));
-    (u16::from(fraction) * 3 >> 8) as i8
+    ((u16::from(fraction) * 3) >> 8) as i8
 }
