@@ -2,19 +2,36 @@
 
 use std::ops::ControlFlow;
 
+use orkpack::bytes::{Io, Limits};
 use orkpack::calibrate::{self, Cut};
 use orkpack::executor::{Executor, ExecutorError, Product, Routing, WeightId};
+use orkpack::gguf::GgufFile;
 use orkpack::model::evaluate::{Comparison, FIRST_SCORED, WINDOW, argmax, perplexity};
 use orkpack::model::{ForwardError, Model, ModelError, State, Wanted, forward, forward_traced};
-use orkpack::tensor::{Dtype, MatrixView, Value};
+use orkpack::tensor::{Dtype, MatrixView, TensorSource, Value};
 use orkpack::units::LayerId;
 
+use crate::support::fixture;
 use crate::support::memory_source::{MemorySource, Random, SMALL, Sizes};
 use crate::support::naive_executor::NaiveExecutor;
 use crate::support::naive_forward::{self, Pairs};
 use crate::support::recorder::Recorder;
 
 const FAMILIES: [&str; 2] = ["olmoe", "qwen3moe"];
+
+/// Families that are tested on their reference models.
+const REFERENCES: [&str; 1] = ["llama"];
+
+/// A model of every family.
+fn every_family() -> Vec<(&'static str, MemorySource)> {
+    let random = FAMILIES.map(|family| (family, MemorySource::random(family, SMALL, 5)));
+    let bundled = REFERENCES.map(|family| {
+        let path = fixture(&format!("models/reference/tiny-{family}-f32.gguf"));
+        let file = GgufFile::open(&path, Io::Map, &Limits::default()).unwrap();
+        (family, MemorySource::copy(&file))
+    });
+    random.into_iter().chain(bundled).collect()
+}
 
 fn tokens(n: usize) -> Vec<u32> {
     let mut random = Random(7);
@@ -64,6 +81,22 @@ fn a_description_has_the_sizes_of_the_file() {
     }
 }
 
+/// Every byte of a file is an expert's, or read by each token; but of the embedding as such one row is.
+#[test]
+fn a_token_reads_all_that_is_no_expert() {
+    for (family, source) in every_family() {
+        let shape = Model::describe(&source).unwrap().shape();
+        let bytes = |name: &str| source.find(name).map_or(0, |tensor| tensor.place.len);
+        let all: u64 = source.tensors.iter().map(|tensor| tensor.place.len).sum();
+        let experts: u64 =
+            shape.moe_layers.iter().flat_map(|layer| &layer.experts).flatten().map(|m| m.bytes).sum();
+        let unread = if bytes("output.weight") > 0 { bytes("token_embd.weight") } else { 0 };
+        let row = 4 * shape.n_embd as u64;
+        assert_eq!(shape.dense_bytes + experts, all - unread + row, "{family}");
+        assert_eq!(shape.dense_bytes, 4 * shape.dense_weights, "{family}");
+    }
+}
+
 #[test]
 fn a_token_reads_all_of_a_tied_embedding_and_one_row_again() {
     let mut source = MemorySource::random("qwen3moe", SMALL, 1);
@@ -85,7 +118,7 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
     let cases = [
         Refusal {
             spoil: |s| s.set("general.architecture", Value::String("mamba".into())),
-            says: "architecture `mamba` is not supported; supported are: olmoe, qwen3moe",
+            says: "architecture `mamba` is not supported; supported are: llama, olmoe, qwen3moe",
         },
         Refusal {
             spoil: |s| {
@@ -327,14 +360,21 @@ fn logits_are_what_the_equations_say_at_every_position() {
 
 #[test]
 fn the_cut_into_calls_changes_no_bit() {
-    for family in FAMILIES {
-        let source = MemorySource::random(family, SMALL, 5);
+    for (family, source) in every_family() {
         let model = Model::describe(&source).unwrap();
         let mut executor = NaiveExecutor::new(&source, model.weights());
-        let tokens = tokens(60);
+        let tokens = tokens(40);
         let whole = logits_of(&model, &mut executor, &tokens, 512).unwrap();
-        for micro_batch in [1, 7, 59] {
-            assert_eq!(logits_of(&model, &mut executor, &tokens, micro_batch).unwrap(), whole, "{family}");
+        let mut state = State::new(&model, tokens.len());
+        for micro_batch in [1, 2, 7, 39] {
+            // A state that was cleared is as good as a new one.
+            state.clear();
+            let (mut all, mut out) = (Vec::new(), Vec::new());
+            for batch in tokens.chunks(micro_batch) {
+                forward(&model, &mut executor, &mut state, batch, Wanted::All, &mut out).unwrap();
+                all.extend_from_slice(&out);
+            }
+            assert!(all == whole, "{family}: {micro_batch} rows");
         }
     }
 }
@@ -397,13 +437,24 @@ impl Executor for Failing<'_> {
 
 #[test]
 fn a_call_that_fails_leaves_the_state_as_it_was() {
-    let source = MemorySource::random("qwen3moe", SMALL, 8);
-    let model = Model::describe(&source).unwrap();
-    let tokens = tokens(12);
-    let expected = logits_of(&model, &mut NaiveExecutor::new(&source, model.weights()), &tokens, 12).unwrap();
-    let expected = &expected[4 * SMALL.n_vocab..];
+    every_family().iter().for_each(|(_, source)| check_failures(source));
 
-    let mut executor = Failing(NaiveExecutor::new(&source, model.weights()), false);
+    let [source, other] =
+        [2, 4].map(|n_head_kv| MemorySource::random("qwen3moe", Sizes { n_head_kv, ..SMALL }, 8));
+    let model = Model::describe(&source).unwrap();
+    let mut foreign = State::new(&Model::describe(&other).unwrap(), 12);
+    let mut executor = NaiveExecutor::new(&source, model.weights());
+    let refused = forward(&model, &mut executor, &mut foreign, &tokens(2), Wanted::All, &mut Vec::new());
+    assert!(matches!(refused, Err(ForwardError::OtherModel)));
+}
+
+fn check_failures(source: &MemorySource) {
+    let model = Model::describe(source).unwrap();
+    let (tokens, n_vocab) = (tokens(12), model.n_vocab());
+    let expected = logits_of(&model, &mut NaiveExecutor::new(source, model.weights()), &tokens, 12).unwrap();
+    let expected = &expected[4 * n_vocab..];
+
+    let mut executor = Failing(NaiveExecutor::new(source, model.weights()), false);
     let (mut state, mut out) = (State::new(&model, 12), Vec::new());
     let mut go = |executor: &mut Failing<'_>, tokens: &[u32], wanted| {
         let done = forward(&model, executor, &mut state, tokens, wanted, &mut out);
@@ -414,20 +465,16 @@ fn a_call_that_fails_leaves_the_state_as_it_was() {
     let (failed, position, _) = go(&mut executor, &tokens[4..], Wanted::All);
     assert!(matches!(failed, Err(ForwardError::Executor(ExecutorError::Device(_)))));
     assert_eq!(position, 4);
+    let unknown = format!("token 512 is not in the vocabulary of {n_vocab}");
     for (bad, wanted, says) in [
         (&[][..], Wanted::All, "there are no tokens to run"),
-        (&[80][..], Wanted::All, "token 80 is not in the vocabulary of 80"),
+        (&[512][..], Wanted::All, unknown.as_str()),
         (&[0; 9][..], Wanted::All, "9 tokens after position 4 do not fit a context of 12"),
         (&[0; 2][..], Wanted::Rows(1..3), "rows 1..3 are wanted of a call of 2 tokens"),
     ] {
         assert_eq!(go(&mut executor, bad, wanted).0.unwrap_err().to_string(), says);
     }
     assert_eq!(go(&mut executor, &tokens[4..], Wanted::All).2, expected);
-
-    let other = MemorySource::random("qwen3moe", Sizes { n_head_kv: 4, ..SMALL }, 8);
-    let mut foreign = State::new(&Model::describe(&other).unwrap(), 12);
-    let refused = forward(&model, &mut executor, &mut foreign, &tokens, Wanted::All, &mut out);
-    assert!(matches!(refused, Err(ForwardError::OtherModel)));
 }
 
 #[test]

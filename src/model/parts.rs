@@ -68,6 +68,8 @@ pub(crate) struct Rope {
 pub(crate) enum Pairing {
     /// Pair `p` is `(p, p + n_rot / 2)`; GGUF's NEOX.
     Halves,
+    /// Pair `p` is `(2p, 2p + 1)`; GGUF's NORM.
+    Neighbours,
 }
 
 /// The feed-forward half of a layer.

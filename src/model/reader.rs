@@ -100,6 +100,12 @@ impl<'a> Reader<'a> {
         Ok(self.optional_f32("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0))
     }
 
+    /// What scores are multiplied by: the key, or `1 / √head_dim` where it is missing or 0.
+    pub fn attention_scale(&self, head_dim: usize) -> Result<f32, ModelError> {
+        let stated = self.optional_f32("attention.scale")?.filter(|scale| *scale != 0.0);
+        Ok(stated.unwrap_or(1.0 / (head_dim as f32).sqrt()))
+    }
+
     /// The sizes that every family has, each possible by itself and with the others.
     pub fn sizes(&self) -> Result<Sizes, ModelError> {
         let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);

@@ -45,6 +45,11 @@ impl Angles {
                         (*a, *b) = (*a * cosine - *b * sine, *a * sine + *b * cosine);
                     }
                 }
+                Pairing::Neighbours => {
+                    for ([a, b], (cosine, sine)) in head.as_chunks_mut::<2>().0.iter_mut().zip(turns) {
+                        (*a, *b) = (*a * cosine - *b * sine, *a * sine + *b * cosine);
+                    }
+                }
             }
         }
     }
@@ -54,8 +59,8 @@ impl Angles {
 mod tests {
     use super::*;
 
-    fn turned(position_scale: f32, position: usize) -> Vec<f32> {
-        let rope = Rope { pairing: Pairing::Halves, n_rot: 4, base: 100.0, position_scale };
+    fn turned(pairing: Pairing, position_scale: f32, position: usize) -> Vec<f32> {
+        let rope = Rope { pairing, n_rot: 4, base: 100.0, position_scale };
         let mut head = vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
         Angles::new(&rope, position - 1, 2).rotate(1, &mut head, 6);
         head
@@ -73,14 +78,29 @@ mod tests {
             5.0,
             6.0,
         ];
-        for (ours, expected) in turned(1.0, 3).iter().zip(expected) {
+        for (ours, expected) in turned(Pairing::Halves, 1.0, 3).iter().zip(expected) {
+            assert!((ours - expected).abs() < 1e-6, "{ours} {expected}");
+        }
+        // Neighbours turn as halves do, from other places.
+        let neighbours = turned(Pairing::Neighbours, 1.0, 3);
+        let expected = [
+            1.0 * fast.1 - 2.0 * fast.0,
+            1.0 * fast.0 + 2.0 * fast.1,
+            3.0 * slow.1 - 4.0 * slow.0,
+            3.0 * slow.0 + 4.0 * slow.1,
+            5.0,
+            6.0,
+        ];
+        for (ours, expected) in neighbours.iter().zip(expected) {
             assert!((ours - expected).abs() < 1e-6, "{ours} {expected}");
         }
     }
 
     #[test]
     fn a_scaled_position_is_a_smaller_position() {
-        assert_eq!(turned(0.25, 12), turned(1.0, 3));
-        assert_ne!(turned(0.25, 12), turned(1.0, 12));
+        for pairing in [Pairing::Halves, Pairing::Neighbours] {
+            assert_eq!(turned(pairing, 0.25, 12), turned(pairing, 1.0, 3));
+            assert_ne!(turned(pairing, 0.25, 12), turned(pairing, 1.0, 12));
+        }
     }
 }

@@ -1,0 +1,33 @@
+//! Llama with experts, as Mixtral is stored: neighbours turn together, weights of the chosen experts sum to one.
+//!
+//! The converter has already permuted the rows of q and k for this rotation.
+
+use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
+use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::{Model, ModelError};
+use crate::units::LayerId;
+
+pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
+    let sizes = file.sizes()?;
+    let n_ff = file.count("feed_forward_length")?;
+    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
+    file.finish(&sizes, layers, Head::TiedIfAbsent)
+}
+
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
+    let rule = RoutingRule {
+        gating: Gating::Softmax,
+        n_used: sizes.n_used,
+        normalise: true,
+        scale: file.expert_weights_scale()?,
+    };
+    Ok(Layer {
+        mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
+        mixer: Mixer::Attention(Attention {
+            scale: file.attention_scale(sizes.head_dim)?,
+            ..file.attention(at, sizes, Pairing::Neighbours)?
+        }),
+        ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
+        ffn: Ffn::Routed(file.routed(at, sizes, n_ff, rule)?),
+    })
+}
