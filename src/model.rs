@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use crate::executor::{WeightId, WeightTable};
 use crate::tensor::{Dtype, MetadataError, SourceError, TensorSource};
-use parts::{Ffn, Layer, RmsNorm};
+use parts::{Ffn, Layer, RmsNorm, Scales};
 
 pub use forward::{ForwardError, State, Wanted, forward, forward_traced};
 pub use shape::{MatrixShape, ModelShape, MoeLayerShape};
@@ -35,6 +35,7 @@ pub struct Model {
     pub(crate) final_norm: RmsNorm,
     /// `[n_vocab, n_embd]`: the embedding again where the two are tied.
     pub(crate) head: WeightId,
+    pub(crate) scales: Scales,
     pub(crate) weights: Arc<WeightTable>,
 }
 

@@ -1,5 +1,6 @@
 //! The families: one file each, one line each in the registry.
 
+mod granitemoe;
 mod llama;
 mod olmoe;
 mod qwen3moe;
@@ -16,6 +17,7 @@ pub(super) struct Family {
 }
 
 const FAMILIES: &[Family] = &[
+    Family { name: "granitemoe", describe: granitemoe::describe },
     Family { name: "llama", describe: llama::describe },
     Family { name: "olmoe", describe: olmoe::describe },
     Family { name: "qwen3moe", describe: qwen3moe::describe },

@@ -5,6 +5,7 @@
 //! pass cannot do; it knows families by no name.
 
 mod attention;
+mod dense;
 mod memory;
 mod rope;
 mod routing;
@@ -20,7 +21,7 @@ use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
 use memory::Memory;
 use rope::Angles;
-use rows::{add, rms_norm, view};
+use rows::{add_scaled, rms_norm, view};
 
 /// What a sequence has left behind: keys and values of every position so far, for every layer.
 #[derive(Clone, Debug)]
@@ -169,6 +170,7 @@ pub fn forward_traced(
     let mut pass = Pass::new(model, executor, state.position, tokens.len());
     pass.executor.ahead(LayerId(0));
     pass.executor.gather(model.embedding, tokens, &mut pass.x)?;
+    pass.x.iter_mut().for_each(|x| *x *= model.scales.embedding);
     for (index, (layer, memory)) in model.layers.iter().zip(&mut state.memories).enumerate() {
         if index + 1 < model.layers.len() {
             pass.executor.ahead(LayerId(index as u32 + 1));
@@ -261,13 +263,18 @@ impl<'a> Pass<'a> {
                 self.angles = Some(angles);
             }
         }
-        add(self.executor, self.model.n_embd, &mut self.x, &self.branch);
+        self.add_branch();
         rms_norm(self.executor, &layer.ffn_norm, &self.x, &mut self.normed);
         match &layer.ffn {
             Ffn::Routed(routed) => self.routed(at, routed)?,
         }
-        add(self.executor, self.model.n_embd, &mut self.x, &self.branch);
+        self.add_branch();
         Ok(())
+    }
+
+    fn add_branch(&mut self) {
+        let &Model { n_embd, ref scales, .. } = self.model;
+        add_scaled(self.executor, n_embd, &mut self.x, scales.residual, &self.branch);
     }
 
     /// Sends `normed` to its experts.
@@ -281,6 +288,11 @@ impl<'a> Pass<'a> {
         }
         routing::choose(&routed.rule, routed.n_expert, &logits, &mut self.routing);
         self.executor.experts(at, rows, &self.routing, &mut self.branch)?;
+        if let Some(shared) = &routed.shared {
+            let mut out = vec![0.0; self.branch.len()];
+            dense::run(self.executor, shared, rows, &mut out)?;
+            add_scaled(self.executor, self.model.n_embd, &mut self.branch, 1.0, &out);
+        }
         Ok(())
     }
 
@@ -302,6 +314,7 @@ impl<'a> Pass<'a> {
         trace(self.model.layers.len(), normed);
         out.resize(n * self.model.n_vocab, 0.0);
         self.executor.linear(view(normed, n_embd)?, &mut [Product { weight: self.model.head, out }])?;
+        out.iter_mut().for_each(|logit| *logit /= self.model.scales.logits);
         Ok(())
     }
 }

@@ -13,6 +13,21 @@ pub(crate) struct Layer {
     pub ffn: Ffn,
 }
 
+/// Factors of the residual stream and the logits; most families have none.
+#[derive(Clone, Debug)]
+pub(crate) struct Scales {
+    /// What a token's row of the embedding is multiplied by.
+    pub embedding: f32,
+    /// What mixer and FFN are multiplied by before they are added to the stream.
+    pub residual: f32,
+    /// What logits are divided by.
+    pub logits: f32,
+}
+
+impl Scales {
+    pub const NONE: Scales = Scales { embedding: 1.0, residual: 1.0, logits: 1.0 };
+}
+
 /// `x / sqrt(mean(x²) + eps) · weight`, over each run of `weight.len()` values.
 ///
 /// So the width says what is normed: a weight of `head_dim` norms each head by itself, one of all heads
@@ -56,7 +71,7 @@ pub(crate) struct Attention {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Rope {
     pub pairing: Pairing,
-    /// Even, at most `head_dim`.
+    /// Even, at most `head_dim`; 0 where heads do not turn.
     pub n_rot: usize,
     pub base: f32,
     /// What positions are multiplied by: 1 / scaling factor.
@@ -78,6 +93,18 @@ pub(crate) enum Ffn {
     Routed(Routed),
 }
 
+/// `down(silu(gate·x) ⊙ up·x)` for every row.
+#[derive(Clone, Debug)]
+pub(crate) struct Dense {
+    /// `[n_ff, n_embd]`.
+    pub gate: WeightId,
+    /// `[n_ff, n_embd]`.
+    pub up: WeightId,
+    /// `[n_embd, n_ff]`.
+    pub down: WeightId,
+    pub n_ff: usize,
+}
+
 /// A mixture of experts, whose matrices are the layer's bank in the weight table.
 #[derive(Clone, Debug)]
 pub(crate) struct Routed {
@@ -86,6 +113,8 @@ pub(crate) struct Routed {
     pub n_expert: usize,
     pub n_ff: usize,
     pub rule: RoutingRule,
+    /// An expert that every row goes to besides; its output is added to that of the chosen.
+    pub shared: Option<Dense>,
 }
 
 /// How router logits become experts and weights.

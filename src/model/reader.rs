@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::parts::{Attention, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule};
+use super::parts::{Attention, Dense, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule, Scales};
 use super::{Model, ModelError};
 use crate::blocks;
 use crate::executor::{ExpertBank, Weight, WeightId, WeightTable};
@@ -91,13 +91,38 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// A size that may be 0, which is also what a missing one means.
+    pub fn count_or_zero(&self, key: &str) -> Result<usize, ModelError> {
+        match self.metadata().optional_u32(&self.key(key))? {
+            None | Some(0) => Ok(0),
+            Some(_) => self.count(key),
+        }
+    }
+
+    /// A factor, where GGUF may write none as 0 or leave the key out.
+    pub fn factor(&self, key: &str) -> Result<f32, ModelError> {
+        Ok(self.optional_f32(key)?.filter(|factor| *factor != 0.0).unwrap_or(1.0))
+    }
+
+    /// A yes or no that may be missing.
+    pub fn optional_bool(&self, key: &str) -> Result<Option<bool>, ModelError> {
+        Ok(self.metadata().optional_bool(&self.key(key))?)
+    }
+
     fn optional_f32(&self, key: &str) -> Result<Option<f32>, ModelError> {
         Ok(self.metadata().optional_f32(&self.key(key))?)
     }
 
-    /// The factor of all expert weights; GGUF writes none as 0 or as 1.
+    /// The factor of all expert weights.
     pub fn expert_weights_scale(&self) -> Result<f32, ModelError> {
-        Ok(self.optional_f32("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0))
+        self.factor("expert_weights_scale")
+    }
+
+    /// What logits are divided by, which must be there.
+    pub fn logit_scale(&self) -> Result<f32, ModelError> {
+        let key = "logit_scale";
+        let scale = self.optional_f32(key)?.ok_or_else(|| MetadataError::Missing(self.key(key)))?;
+        if scale != 0.0 { Ok(scale) } else { Err(self.setting(key, scale, "a number other than 0")) }
     }
 
     /// What scores are multiplied by: the key, or `1 / √head_dim` where it is missing or 0.
@@ -276,7 +301,24 @@ impl<'a> Reader<'a> {
             down: self.stack(&in_layer(at, "ffn_down_exps"), n_ff, n_embd, n_expert)?,
         };
         self.weights.set_bank(at, bank);
-        Ok(Routed { router, n_expert, n_ff, rule })
+        Ok(Routed { router, n_expert, n_ff, rule, shared: None })
+    }
+
+    /// The dense FFN whose tensors are named `ffn_<projection><suffix>`.
+    pub fn dense(
+        &mut self,
+        at: LayerId,
+        suffix: &str,
+        n_embd: usize,
+        n_ff: usize,
+    ) -> Result<Dense, ModelError> {
+        let name = |projection: &str| in_layer(at, &format!("ffn_{projection}{suffix}"));
+        Ok(Dense {
+            gate: self.matrix(&name("gate"), n_embd, n_ff)?,
+            up: self.matrix(&name("up"), n_embd, n_ff)?,
+            down: self.matrix(&name("down"), n_ff, n_embd)?,
+            n_ff,
+        })
     }
 
     /// The matrices of a stacked tensor, one after the other.
@@ -328,6 +370,7 @@ impl<'a> Reader<'a> {
             layers,
             final_norm,
             head,
+            scales: Scales::NONE,
             weights: Arc::new(self.weights),
         })
     }

@@ -51,10 +51,16 @@ pub(super) fn norm_each(norm: &RmsNorm, values: &mut [f32]) {
     }
 }
 
-/// `x += branch`, both `[m, n_embd]`.
-pub(super) fn add(executor: &mut dyn Executor, n_embd: usize, x: &mut [f32], branch: &[f32]) {
+/// `x += scale · branch`, both `[m, n_embd]`.
+pub(super) fn add_scaled(
+    executor: &mut dyn Executor,
+    n_embd: usize,
+    x: &mut [f32],
+    scale: f32,
+    branch: &[f32],
+) {
     for_each_chunk(executor, x, n_embd, &|row, x| {
-        x.iter_mut().zip(&branch[row * n_embd..]).for_each(|(x, branch)| *x += branch);
+        x.iter_mut().zip(&branch[row * n_embd..]).for_each(|(x, branch)| *x += branch * scale);
     });
 }
 
