@@ -20,7 +20,7 @@ use crate::support::recorder::Recorder;
 const FAMILIES: [&str; 2] = ["olmoe", "qwen3moe"];
 
 /// Families that are tested on their reference models.
-const REFERENCES: [&str; 2] = ["granitemoe", "llama"];
+const REFERENCES: [&str; 3] = ["granitemoe", "llama", "qwen2moe"];
 
 /// A model of every family.
 fn every_family() -> Vec<(&'static str, MemorySource)> {
@@ -118,7 +118,7 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
     let cases = [
         Refusal {
             spoil: |s| s.set("general.architecture", Value::String("mamba".into())),
-            says: "architecture `mamba` is not supported; supported are: granitemoe, llama, olmoe, qwen3moe",
+            says: "architecture `mamba` is not supported; supported are: granitemoe, llama, olmoe, qwen2moe, qwen3moe",
         },
         Refusal {
             spoil: |s| {

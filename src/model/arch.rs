@@ -3,6 +3,7 @@
 mod granitemoe;
 mod llama;
 mod olmoe;
+mod qwen2moe;
 mod qwen3moe;
 
 use super::reader::Reader;
@@ -20,6 +21,7 @@ const FAMILIES: &[Family] = &[
     Family { name: "granitemoe", describe: granitemoe::describe },
     Family { name: "llama", describe: llama::describe },
     Family { name: "olmoe", describe: olmoe::describe },
+    Family { name: "qwen2moe", describe: qwen2moe::describe },
     Family { name: "qwen3moe", describe: qwen3moe::describe },
 ];
 

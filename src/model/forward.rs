@@ -290,7 +290,7 @@ impl<'a> Pass<'a> {
         self.executor.experts(at, rows, &self.routing, &mut self.branch)?;
         if let Some(shared) = &routed.shared {
             let mut out = vec![0.0; self.branch.len()];
-            dense::run(self.executor, shared, rows, &mut out)?;
+            dense::run_shared(self.executor, shared, rows, &mut out)?;
             add_scaled(self.executor, self.model.n_embd, &mut self.branch, 1.0, &out);
         }
         Ok(())

@@ -59,6 +59,8 @@ pub(crate) struct Attention {
     /// Divides `n_head`.
     pub n_head_kv: usize,
     pub head_dim: usize,
+    /// What is added to q, k and v.
+    pub biases: Option<[Vec<f32>; 3]>,
     /// Before the rotation; a head or all heads wide.
     pub q_norm: Option<RmsNorm>,
     pub k_norm: Option<RmsNorm>,
@@ -114,7 +116,15 @@ pub(crate) struct Routed {
     pub n_ff: usize,
     pub rule: RoutingRule,
     /// An expert that every row goes to besides; its output is added to that of the chosen.
-    pub shared: Option<Dense>,
+    pub shared: Option<Shared>,
+}
+
+/// A shared expert.
+#[derive(Clone, Debug)]
+pub(crate) struct Shared {
+    pub ffn: Dense,
+    /// `[1, n_embd]`, F32: each row's output is multiplied by `σ(gate·x)`.
+    pub gate: Option<WeightId>,
 }
 
 /// How router logits become experts and weights.

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::parts::{Attention, Dense, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule, Scales};
+use super::parts::{Attention, Dense, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule, Scales, Shared};
 use super::{Model, ModelError};
 use crate::blocks;
 use crate::executor::{ExpertBank, Weight, WeightId, WeightTable};
@@ -241,20 +241,28 @@ impl<'a> Reader<'a> {
         Ok(self.weights.push(Weight { place: tensor.place, dtype: tensor.dtype, n_in, n_out }))
     }
 
-    fn f32_vector(&mut self, name: &str, width: usize, eps: f32) -> Result<RmsNorm, ModelError> {
-        let tensor = self.tensor(name, &[width])?;
+    /// A matrix that is never quantised: a router or a gate.
+    fn f32_matrix(&mut self, name: &str, n_in: usize, n_out: usize) -> Result<WeightId, ModelError> {
+        let id = self.matrix(name, n_in, n_out)?;
+        self.source.find(name).map_or(Ok(()), require_f32)?;
+        Ok(id)
+    }
+
+    /// The numbers of an F32 tensor.
+    fn f32_values(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensor(name, dims)?;
         require_f32(tensor)?;
         let bytes = self
             .source
             .bytes(tensor.place)
             .map_err(|error| ModelError::Source { tensor: name.to_owned(), error })?;
         let (numbers, _) = bytes.as_chunks::<4>();
-        Ok(RmsNorm { weight: numbers.iter().map(|number| f32::from_le_bytes(*number)).collect(), eps })
+        Ok(numbers.iter().map(|number| f32::from_le_bytes(*number)).collect())
     }
 
     /// The norm `blk.<layer>.<part>.weight`.
     pub fn norm(&mut self, at: LayerId, part: &str, width: usize, eps: f32) -> Result<RmsNorm, ModelError> {
-        self.f32_vector(&in_layer(at, part), width, eps)
+        Ok(RmsNorm { weight: self.f32_values(&in_layer(at, part), &[width])?, eps })
     }
 
     /// Plain attention without norms: `attn_q`, `attn_k`, `attn_v`, `attn_output`, scores over `√head_dim`.
@@ -274,11 +282,26 @@ impl<'a> Reader<'a> {
             n_head,
             n_head_kv,
             head_dim,
+            biases: None,
             q_norm: None,
             k_norm: None,
             rope: self.rope(pairing, head_dim)?,
             scale: 1.0 / (head_dim as f32).sqrt(),
         })
+    }
+
+    /// `attn_q.bias`, `attn_k.bias` and `attn_v.bias`; none where the first is missing.
+    pub fn qkv_biases(&mut self, at: LayerId, sizes: &Sizes) -> Result<Option<[Vec<f32>; 3]>, ModelError> {
+        let name = |part: &str| format!("blk.{at}.attn_{part}.bias");
+        if self.source.find(&name("q")).is_none() {
+            return Ok(None);
+        }
+        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv * sizes.head_dim);
+        Ok(Some([
+            self.f32_values(&name("q"), &[q_width])?,
+            self.f32_values(&name("k"), &[kv_width])?,
+            self.f32_values(&name("v"), &[kv_width])?,
+        ]))
     }
 
     /// The router and the stacked experts of a layer.
@@ -290,11 +313,7 @@ impl<'a> Reader<'a> {
         rule: RoutingRule,
     ) -> Result<Routed, ModelError> {
         let &Sizes { n_embd, n_expert, .. } = sizes;
-        let name = in_layer(at, "ffn_gate_inp");
-        let router = self.matrix(&name, n_embd, n_expert)?;
-        if let Some(tensor) = self.source.find(&name) {
-            require_f32(tensor)?;
-        }
+        let router = self.f32_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
         let bank = ExpertBank {
             gate: self.stack(&in_layer(at, "ffn_gate_exps"), n_embd, n_ff, n_expert)?,
             up: self.stack(&in_layer(at, "ffn_up_exps"), n_embd, n_ff, n_expert)?,
@@ -319,6 +338,12 @@ impl<'a> Reader<'a> {
             down: self.matrix(&name("down"), n_ff, n_embd)?,
             n_ff,
         })
+    }
+
+    /// The shared expert with a gate of its own.
+    pub fn gated_shared(&mut self, at: LayerId, n_embd: usize, n_ff: usize) -> Result<Shared, ModelError> {
+        let gate = self.f32_matrix(&in_layer(at, "ffn_gate_inp_shexp"), n_embd, 1)?;
+        Ok(Shared { ffn: self.dense(at, "_shexp", n_embd, n_ff)?, gate: Some(gate) })
     }
 
     /// The matrices of a stacked tensor, one after the other.
@@ -356,7 +381,8 @@ impl<'a> Reader<'a> {
             Head::TiedIfAbsent if self.source.find(HEAD).is_none() => embedding,
             _ => self.matrix(HEAD, sizes.n_embd, n_vocab)?,
         };
-        let final_norm = self.f32_vector("output_norm.weight", sizes.n_embd, sizes.eps)?;
+        let final_norm =
+            RmsNorm { weight: self.f32_values("output_norm.weight", &[sizes.n_embd])?, eps: sizes.eps };
         if let Some(left) = self.source.tensors().iter().find(|t| !self.used.contains(t.name.as_str())) {
             let tensor = left.name.clone();
             return Err(ModelError::UnknownTensor { tensor, architecture: self.architecture });

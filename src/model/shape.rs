@@ -1,7 +1,7 @@
 //! The sizes that a planner needs, and nothing of where anything lies.
 
+use super::Model;
 use super::parts::{Ffn, Mixer};
-use super::{Model, RmsNorm};
 use crate::executor::Weight;
 use crate::tensor::Dtype;
 use crate::units::LayerId;
@@ -19,7 +19,8 @@ pub struct ModelShape {
     pub n_vocab: usize,
     /// The layers that have experts, in order.
     pub moe_layers: Vec<MoeLayerShape>,
-    /// Weights outside the experts that one token reads: attention, routers, norms, head, one embedding row.
+    /// Weights outside the experts that one token reads: attention, dense and shared
+    /// networks, routers, norms, head, one embedding row.
     pub dense_weights: u64,
     /// The bytes of these in the source.
     pub dense_bytes: u64,
@@ -101,9 +102,9 @@ impl Model {
     fn dense(&self) -> (u64, u64) {
         let matrices: Vec<MatrixShape> = self.weights.linears().iter().map(MatrixShape::of).collect();
         let embedding = self.weights.linear(self.embedding).map(MatrixShape::of);
-        let norms: u64 = self.norms().map(|norm| norm.weight.len() as u64).sum();
-        let weights = norms + matrices.iter().map(MatrixShape::n_weights).sum::<u64>();
-        let bytes = norms * 4 + matrices.iter().map(|matrix| matrix.bytes).sum::<u64>();
+        let vectors: u64 = self.vectors().map(|vector| vector.len() as u64).sum();
+        let weights = vectors + matrices.iter().map(MatrixShape::n_weights).sum::<u64>();
+        let bytes = vectors * 4 + matrices.iter().map(|matrix| matrix.bytes).sum::<u64>();
         // Of an embedding that is no head, only a row is read; a tied one is read whole, and a row again.
         let Some(embedding) = embedding else { return (weights, bytes) };
         let (n, row) = (embedding.n_out as u64, embedding.n_in as u64);
@@ -111,21 +112,23 @@ impl Model {
         (weights + row - unread * row, bytes + embedding.bytes / n - unread * (embedding.bytes / n))
     }
 
-    fn norms(&self) -> impl Iterator<Item = &RmsNorm> {
+    /// What is read besides matrices, all of it F32: norms and biases.
+    fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
         let layers = self.layers.iter().flat_map(|layer| {
-            let Mixer::Attention(attention) = &layer.mixer;
-            [
-                Some(&layer.mixer_norm),
-                attention.q_norm.as_ref(),
-                attention.k_norm.as_ref(),
-                Some(&layer.ffn_norm),
-            ]
+            let norms = [&layer.mixer_norm.weight, &layer.ffn_norm.weight];
+            norms.into_iter().chain(layer.mixer.vectors())
         });
-        layers.flatten().chain([&self.final_norm])
+        layers.chain([&self.final_norm.weight])
     }
 }
 
 impl Mixer {
+    fn vectors(&self) -> Vec<&Vec<f32>> {
+        let Mixer::Attention(attention) = self;
+        let norms = [&attention.q_norm, &attention.k_norm].into_iter().flatten();
+        norms.map(|norm| &norm.weight).chain(attention.biases.iter().flatten()).collect()
+    }
+
     /// Bytes that one position adds to this layer's memory of the past.
     fn bytes_per_token(&self) -> u64 {
         let Mixer::Attention(attention) = self;

@@ -2,7 +2,9 @@
 //!
 //! Files may add an expert that every token goes to, and may say that heads are not rotated.
 
-use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, Rope, Routed, RoutingRule, Scales};
+use crate::model::parts::{
+    Attention, Ffn, Gating, Layer, Mixer, Pairing, Rope, Routed, RoutingRule, Scales, Shared,
+};
 use crate::model::reader::{Head, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
@@ -28,7 +30,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
     };
     let shared = match file.count_or_zero("expert_shared_feed_forward_length")? {
         0 => None,
-        n_ff => Some(file.dense(at, "_shexp", sizes.n_embd, n_ff)?),
+        n_ff => Some(Shared { ffn: file.dense(at, "_shexp", sizes.n_embd, n_ff)?, gate: None }),
     };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,

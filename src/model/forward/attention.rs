@@ -3,7 +3,7 @@
 use super::ForwardError;
 use super::memory::{Head, KvCache};
 use super::rope::Angles;
-use super::rows::{add_weighted, dot, for_each_chunk, norm_each, view};
+use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
 use crate::model::parts::{Attention, RmsNorm};
 use crate::tensor::MatrixView;
@@ -29,6 +29,11 @@ pub(super) fn run(
             Product { weight: attention.v, out: &mut v },
         ],
     )?;
+    if let Some([q_bias, k_bias, v_bias]) = &attention.biases {
+        for (rows, bias) in [(&mut q, q_bias), (&mut k, k_bias), (&mut v, v_bias)] {
+            add_to_each(rows, bias);
+        }
+    }
     norm_and_rotate(executor, attention.q_norm.as_ref(), angles, head_dim, q_width, &mut q);
     norm_and_rotate(executor, attention.k_norm.as_ref(), angles, head_dim, kv_width, &mut k);
     cache.append(position, &k, &v);

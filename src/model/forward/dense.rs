@@ -3,30 +3,49 @@
 use super::ForwardError;
 use super::rows::{for_each_chunk, view};
 use crate::executor::{Executor, Product};
-use crate::model::parts::Dense;
+use crate::model::parts::{Dense, Shared};
 use crate::tensor::MatrixView;
 
-/// `out = down(silu(gate·x) ⊙ up·x)`; `rows` and `out` are `[m, n_embd]`.
+/// The shared expert's output for `rows`, both `[m, n_embd]`; times the sigmoid of its gate where there is one.
+pub(super) fn run_shared(
+    executor: &mut dyn Executor,
+    shared: &Shared,
+    rows: MatrixView<'_, f32>,
+    out: &mut [f32],
+) -> Result<(), ForwardError> {
+    let Some(weight) = shared.gate else { return run(executor, &shared.ffn, rows, None, out) };
+    let mut gates = vec![0.0; rows.n_rows()];
+    run(executor, &shared.ffn, rows, Some(Product { weight, out: &mut gates }), out)?;
+    for (row, gate) in out.chunks_exact_mut(rows.n_cols()).zip(gates) {
+        let share = sigmoid(gate);
+        row.iter_mut().for_each(|out| *out *= share);
+    }
+    Ok(())
+}
+
+/// `out = down(silu(gate·x) ⊙ up·x)`; `rows` and `out` are `[m, n_embd]`. The first dispatch may take one more
+/// product of the same rows along.
 pub(super) fn run(
     executor: &mut dyn Executor,
     dense: &Dense,
     rows: MatrixView<'_, f32>,
+    beside: Option<Product<'_>>,
     out: &mut [f32],
 ) -> Result<(), ForwardError> {
     let n_ff = dense.n_ff;
     let mut inner = vec![0.0; rows.n_rows() * n_ff];
     let mut up = inner.clone();
-    executor.linear(
-        rows,
-        &mut [Product { weight: dense.gate, out: &mut inner }, Product { weight: dense.up, out: &mut up }],
-    )?;
+    let gate_and_up =
+        [Product { weight: dense.gate, out: &mut inner }, Product { weight: dense.up, out: &mut up }];
+    let mut products: Vec<Product<'_>> = gate_and_up.into_iter().chain(beside).collect();
+    executor.linear(rows, &mut products)?;
     for_each_chunk(executor, &mut inner, n_ff, &|row, inner| {
-        inner.iter_mut().zip(&up[row * n_ff..]).for_each(|(gate, up)| *gate = silu(*gate) * up);
+        inner.iter_mut().zip(&up[row * n_ff..]).for_each(|(gate, up)| *gate *= sigmoid(*gate) * up);
     });
     executor.linear(view(&inner, n_ff)?, &mut [Product { weight: dense.down, out }])?;
     Ok(())
 }
 
-fn silu(z: f32) -> f32 {
-    z / (1.0 + (-z).exp())
+pub(super) fn sigmoid(z: f32) -> f32 {
+    1.0 / (1.0 + (-z).exp())
 }

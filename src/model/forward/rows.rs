@@ -64,6 +64,13 @@ pub(super) fn add_scaled(
     });
 }
 
+/// Adds `bias` to every run of `bias.len()` values.
+pub(super) fn add_to_each(rows: &mut [f32], bias: &[f32]) {
+    for row in rows.chunks_exact_mut(bias.len()) {
+        row.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+    }
+}
+
 /// In eight interleaved sums, so that it can be computed eight at a time.
 fn sum_of_squares(values: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];

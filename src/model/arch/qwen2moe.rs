@@ -1,0 +1,48 @@
+//! Qwen2-MoE: biases on q, k and v, an expert that every token goes to through a gate of its own, weights of the
+//! chosen experts left as the softmax gave them.
+
+use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, Routed, RoutingRule};
+use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::{Model, ModelError};
+use crate::units::LayerId;
+
+/// Widths of the feed-forward networks.
+struct Widths {
+    expert: usize,
+    shared: usize,
+}
+
+pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
+    let sizes = file.sizes()?;
+    let widths = Widths {
+        expert: match file.optional_count("expert_feed_forward_length")? {
+            Some(n_ff) => n_ff,
+            None => file.count("feed_forward_length")? / sizes.n_used,
+        },
+        shared: match file.count_or_zero("expert_shared_feed_forward_length")? {
+            0 => file.count("feed_forward_length")?,
+            n_ff => n_ff,
+        },
+    };
+    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &widths))?;
+    file.finish(&sizes, layers, Head::TiedIfAbsent)
+}
+
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> Result<Layer, ModelError> {
+    let rule = RoutingRule {
+        gating: Gating::Softmax,
+        n_used: sizes.n_used,
+        normalise: false,
+        scale: file.expert_weights_scale()?,
+    };
+    let shared = Some(file.gated_shared(at, sizes.n_embd, widths.shared)?);
+    Ok(Layer {
+        mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
+        mixer: Mixer::Attention(Attention {
+            biases: file.qkv_biases(at, sizes)?,
+            ..file.attention(at, sizes, Pairing::Halves)?
+        }),
+        ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
+        ffn: Ffn::Routed(Routed { shared, ..file.routed(at, sizes, widths.expert, rule)? }),
+    })
+}
