@@ -200,7 +200,7 @@ impl Model {
         let sizes = [self.n_layer(), self.n_embd, self.n_vocab];
         hasher.update(format!("orkpack model 1 {} {sizes:?}\n", self.architecture).as_bytes());
         for (index, layer) in self.layers.iter().enumerate() {
-            let Ffn::Routed(routed) = &layer.ffn;
+            let Ffn::Routed(routed) = &layer.ffn else { continue };
             let Some(router) = self.weights.linear(routed.router) else { continue };
             let sizes = [index, routed.n_expert, routed.rule.n_used, routed.n_ff];
             hasher.update(format!("router {sizes:?}\n").as_bytes());

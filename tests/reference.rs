@@ -70,6 +70,13 @@ impl Reference {
         bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
     }
 
+    /// What the reference chose with its own rounding, `[layer][position][slot]`.
+    fn choices(&self) -> Vec<Vec<Vec<u32>>> {
+        let layer = |layer: usize| &self.json["routing"][layer.to_string()]["topk"];
+        let rows = |topk: &Value| topk.as_array().map_or(Vec::new(), |rows| rows.iter().map(ids).collect());
+        (0..self.model.n_layer()).map(|at| rows(layer(at))).collect()
+    }
+
     fn prompt(&self) -> Vec<u32> {
         ids(&self.json["prompt_tokens"])
     }
@@ -158,23 +165,7 @@ impl Run {
     /// Margins where a position chose another set of experts than in `expected`, in the first layer where it
     /// did: its later layers see another input.
     fn flips(&self, expected: &Value) -> Vec<f64> {
-        let mut flips = BTreeMap::new();
-        for (layer, ours) in self.choices.iter().enumerate() {
-            let layer = &expected["routing"][layer.to_string()];
-            let margins = floats(&layer["margin"]);
-            let theirs = layer["topk"].as_array().unwrap();
-            assert_eq!((ours.len(), margins.len()), (theirs.len(), theirs.len()));
-            for (position, ((ours, theirs), margin)) in ours.iter().zip(theirs).zip(margins).enumerate() {
-                let sorted = |mut ids: Vec<u32>| {
-                    ids.sort_unstable();
-                    ids
-                };
-                if sorted(ours.clone()) != sorted(ids(theirs)) {
-                    flips.entry(position).or_insert(margin);
-                }
-            }
-        }
-        flips.into_values().collect()
+        flips(&self.choices, expected)
     }
 
     /// Compares the greedy text up to the first step whose lead is within `tolerance`.
@@ -184,6 +175,30 @@ impl Run {
         assert_eq!(self.greedy[..sure], ids(&expected["greedy_tokens"])[..sure], "{name}");
         sure
     }
+}
+
+/// As [`Run::flips`], of these choices, `[layer][position][slot]`.
+fn flips(choices: &[Vec<Vec<u32>>], expected: &Value) -> Vec<f64> {
+    let mut flips = BTreeMap::new();
+    for (layer, ours) in choices.iter().enumerate() {
+        let layer = &expected["routing"][layer.to_string()];
+        if layer.is_null() && ours.is_empty() {
+            continue; // no experts here
+        }
+        let margins = floats(&layer["margin"]);
+        let theirs = layer["topk"].as_array().unwrap();
+        assert_eq!((ours.len(), margins.len()), (theirs.len(), theirs.len()));
+        for (position, ((ours, theirs), margin)) in ours.iter().zip(theirs).zip(margins).enumerate() {
+            let sorted = |mut ids: Vec<u32>| {
+                ids.sort_unstable();
+                ids
+            };
+            if sorted(ours.clone()) != sorted(ids(theirs)) {
+                flips.entry(position).or_insert(margin);
+            }
+        }
+    }
+    flips.into_values().collect()
 }
 
 /// Everything about a model that arithmetic in f32 determines.
@@ -228,11 +243,12 @@ fn quantised_activations_cost_no_more_than_in_the_reference() {
         let rms = (squares / exact.len() as f64).sqrt();
         let theirs = expected["rms_diff_logits"].as_f64().unwrap();
         assert!(rms <= 2.0 * theirs, "{name}: rms {rms}, theirs {theirs}");
-        // A choice may go another way where two experts are nearly tied, and nowhere else.
+        // A choice may go another way where two experts are nearly tied, or as far as the reference's own go.
         let flips = run.flips(expected);
         let n_theirs = expected["topk_sets_differing"].as_u64().unwrap() as usize;
+        let furthest = self::flips(&reference.choices(), expected).into_iter().fold(0.05, f64::max);
         assert!(flips.len() <= 2 * n_theirs + 2, "{name}: {flips:?}, theirs {n_theirs}");
-        assert!(flips.iter().all(|margin| *margin < 0.05), "{name}: {flips:?}");
+        assert!(flips.iter().all(|margin| *margin <= furthest), "{name}: {flips:?}");
     }
 }
 

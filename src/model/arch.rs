@@ -1,6 +1,7 @@
 //! The families: one file each, one line each in the registry.
 
 mod granitemoe;
+mod lfm2moe;
 mod llama;
 mod olmoe;
 mod qwen2moe;
@@ -19,6 +20,7 @@ pub(super) struct Family {
 
 const FAMILIES: &[Family] = &[
     Family { name: "granitemoe", describe: granitemoe::describe },
+    Family { name: "lfm2moe", describe: lfm2moe::describe },
     Family { name: "llama", describe: llama::describe },
     Family { name: "olmoe", describe: olmoe::describe },
     Family { name: "qwen2moe", describe: qwen2moe::describe },

@@ -10,6 +10,7 @@ mod memory;
 mod rope;
 mod routing;
 mod rows;
+mod shortconv;
 
 use std::ops::Range;
 
@@ -23,7 +24,8 @@ use memory::Memory;
 use rope::Angles;
 use rows::{add_scaled, rms_norm, view};
 
-/// What a sequence has left behind: keys and values of every position so far, for every layer.
+/// What a sequence has left behind, for every layer: keys and values of every position so far, or what a
+/// convolution saw last.
 #[derive(Clone, Debug)]
 pub struct State {
     n_ctx: usize,
@@ -51,6 +53,7 @@ impl State {
     /// Forgets everything, keeping the memory that was taken.
     pub fn clear(&mut self) {
         self.position = 0;
+        self.memories.iter_mut().for_each(Memory::clear);
     }
 }
 
@@ -180,6 +183,7 @@ pub fn forward_traced(
     }
     pass.logits(rows, out, trace)?;
     state.position += tokens.len();
+    state.memories.iter_mut().for_each(Memory::commit);
     Ok(())
 }
 
@@ -262,11 +266,22 @@ impl<'a> Pass<'a> {
                 )?;
                 self.angles = Some(angles);
             }
+            (Mixer::ShortConv(conv), Memory::Tail(tail)) => {
+                let rows = view(&self.normed, self.model.n_embd)?;
+                shortconv::run(self.executor, conv, tail, rows, &mut self.branch)?;
+            }
+            (Mixer::Attention(_), Memory::Tail(_)) | (Mixer::ShortConv(_), Memory::Keys(_)) => {
+                return Err(ForwardError::OtherModel);
+            }
         }
         self.add_branch();
         rms_norm(self.executor, &layer.ffn_norm, &self.x, &mut self.normed);
         match &layer.ffn {
             Ffn::Routed(routed) => self.routed(at, routed)?,
+            Ffn::Dense(dense) => {
+                let rows = view(&self.normed, self.model.n_embd)?;
+                dense::run(self.executor, dense, rows, None, &mut self.branch)?;
+            }
         }
         self.add_branch();
         Ok(())

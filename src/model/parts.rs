@@ -42,6 +42,7 @@ pub(crate) struct RmsNorm {
 #[derive(Clone, Debug)]
 pub(crate) enum Mixer {
     Attention(Attention),
+    ShortConv(ShortConv),
 }
 
 /// Causal attention with a key-value cache; query head `h` reads key head `h / (n_head / n_head_kv)`.
@@ -69,6 +70,21 @@ pub(crate) struct Attention {
     pub scale: f32,
 }
 
+/// A gated convolution over the last few positions, channel by channel.
+///
+/// With `(b, c, u)` the thirds of `in_proj·x`: `out_proj(c ⊙ Σ_i taps[i] ⊙ (b ⊙ u)[t − (n_taps − 1) + i])`,
+/// nothing before the start.
+#[derive(Clone, Debug)]
+pub(crate) struct ShortConv {
+    /// `[3 · n_embd, n_embd]`.
+    pub in_proj: WeightId,
+    /// `[n_embd, n_taps]`: the last tap of a channel is for the position itself.
+    pub taps: Vec<f32>,
+    pub n_taps: usize,
+    /// `[n_embd, n_embd]`.
+    pub out_proj: WeightId,
+}
+
 /// Rotary position embedding of the first `n_rot` values of a head.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Rope {
@@ -92,6 +108,7 @@ pub(crate) enum Pairing {
 /// The feed-forward half of a layer.
 #[derive(Clone, Debug)]
 pub(crate) enum Ffn {
+    Dense(Dense),
     Routed(Routed),
 }
 
@@ -137,6 +154,8 @@ pub(crate) struct RoutingRule {
     pub normalise: bool,
     /// What the weights are then multiplied by.
     pub scale: f32,
+    /// `[n_expert]`: added to the scores for the choice alone, not for the weights.
+    pub selection_bias: Option<Vec<f32>>,
 }
 
 /// The function that turns logits into the scores that are ranked.
@@ -144,4 +163,6 @@ pub(crate) struct RoutingRule {
 pub(crate) enum Gating {
     /// Softmax over all experts.
     Softmax,
+    /// `σ` of each logit by itself.
+    Sigmoid,
 }

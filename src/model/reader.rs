@@ -6,7 +6,9 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::parts::{Attention, Dense, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule, Scales, Shared};
+use super::parts::{
+    Attention, Dense, Gating, Layer, Pairing, RmsNorm, Rope, Routed, RoutingRule, Scales, Shared, ShortConv,
+};
 use super::{Model, ModelError};
 use crate::blocks;
 use crate::executor::{ExpertBank, Weight, WeightId, WeightTable};
@@ -33,12 +35,23 @@ pub(super) struct Sizes {
     pub n_ctx: usize,
     pub n_embd: usize,
     pub n_head: usize,
-    pub n_head_kv: usize,
+    /// Of every layer, or one number for all; 0 where a layer has no attention.
+    n_head_kv: Vec<usize>,
     pub head_dim: usize,
     pub n_expert: usize,
     pub n_used: usize,
     /// Of every norm.
     pub eps: f32,
+}
+
+impl Sizes {
+    /// Key heads of a layer; 0 in a layer without attention.
+    pub fn n_head_kv(&self, at: LayerId) -> usize {
+        match self.n_head_kv[..] {
+            [all] => all,
+            ref each => each.get(at.index()).copied().unwrap_or(0),
+        }
+    }
 }
 
 /// Whether a file may leave out `output.weight`.
@@ -118,6 +131,16 @@ impl<'a> Reader<'a> {
         self.factor("expert_weights_scale")
     }
 
+    /// The function that turns router logits into scores, which must be stated.
+    pub fn gating(&self) -> Result<Gating, ModelError> {
+        let key = "expert_gating_func";
+        match self.metadata().u32(&self.key(key))? {
+            1 => Ok(Gating::Softmax),
+            2 => Ok(Gating::Sigmoid),
+            other => Err(self.setting(key, other, "1 (softmax) or 2 (sigmoid)")),
+        }
+    }
+
     /// What logits are divided by, which must be there.
     pub fn logit_scale(&self) -> Result<f32, ModelError> {
         let key = "logit_scale";
@@ -134,10 +157,6 @@ impl<'a> Reader<'a> {
     /// The sizes that every family has, each possible by itself and with the others.
     pub fn sizes(&self) -> Result<Sizes, ModelError> {
         let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);
-        let n_head_kv = self.optional_count("attention.head_count_kv")?.unwrap_or(n_head);
-        if !n_head.is_multiple_of(n_head_kv) {
-            return Err(self.setting("attention.head_count_kv", n_head_kv, format!("a divisor of {n_head}")));
-        }
         let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
         if n_expert > MAX_EXPERTS {
             return Err(self.setting("expert_count", n_expert, format!("1 to {MAX_EXPERTS}")));
@@ -145,17 +164,32 @@ impl<'a> Reader<'a> {
         if n_used > n_expert {
             return Err(self.setting("expert_used_count", n_used, format!("1 to {n_expert}")));
         }
+        let n_layer = self.count("block_count")?;
         Ok(Sizes {
-            n_layer: self.count("block_count")?,
+            n_layer,
             n_ctx: self.count("context_length")?,
             n_embd,
             n_head,
-            n_head_kv,
+            n_head_kv: self.kv_heads(n_layer, n_head)?,
             head_dim: self.head_dim(n_embd, n_head)?,
             n_expert,
             n_used,
             eps: self.eps()?,
         })
+    }
+
+    /// The number of key heads, or a list of one for each layer.
+    fn kv_heads(&self, n_layer: usize, n_head: usize) -> Result<Vec<usize>, ModelError> {
+        let key = "attention.head_count_kv";
+        let Some(Value::Array(each)) = self.metadata().get(&self.key(key)) else {
+            return Ok(vec![self.optional_count(key)?.unwrap_or(n_head)]);
+        };
+        let expected = || format!("{n_layer} numbers, each 0 or a divisor of {n_head}");
+        if each.len() != n_layer {
+            return Err(self.setting(key, format!("{} values", each.len()), expected()));
+        }
+        let heads = each.iter().map(|value| value.as_u64().and_then(|n| usize::try_from(n).ok()));
+        heads.collect::<Option<_>>().ok_or_else(|| self.setting(key, "other values", expected()))
     }
 
     fn head_dim(&self, n_embd: usize, n_head: usize) -> Result<usize, ModelError> {
@@ -272,7 +306,11 @@ impl<'a> Reader<'a> {
         sizes: &Sizes,
         pairing: Pairing,
     ) -> Result<Attention, ModelError> {
-        let &Sizes { n_embd, n_head, n_head_kv, head_dim, .. } = sizes;
+        let &Sizes { n_embd, n_head, head_dim, .. } = sizes;
+        let n_head_kv = sizes.n_head_kv(at);
+        if n_head_kv == 0 || !n_head.is_multiple_of(n_head_kv) {
+            return Err(self.setting("attention.head_count_kv", n_head_kv, format!("a divisor of {n_head}")));
+        }
         let (q_width, kv_width) = (n_head * head_dim, n_head_kv * head_dim);
         Ok(Attention {
             q: self.matrix(&in_layer(at, "attn_q"), n_embd, q_width)?,
@@ -296,12 +334,27 @@ impl<'a> Reader<'a> {
         if self.source.find(&name("q")).is_none() {
             return Ok(None);
         }
-        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv * sizes.head_dim);
+        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv(at) * sizes.head_dim);
         Ok(Some([
             self.f32_values(&name("q"), &[q_width])?,
             self.f32_values(&name("k"), &[kv_width])?,
             self.f32_values(&name("v"), &[kv_width])?,
         ]))
+    }
+
+    /// A short convolution: `shortconv.in_proj`, `shortconv.conv`, `shortconv.out_proj`.
+    pub fn short_conv(&mut self, at: LayerId, n_embd: usize, n_taps: usize) -> Result<ShortConv, ModelError> {
+        Ok(ShortConv {
+            in_proj: self.matrix(&in_layer(at, "shortconv.in_proj"), n_embd, 3 * n_embd)?,
+            taps: self.f32_values(&in_layer(at, "shortconv.conv"), &[n_taps, n_embd])?,
+            n_taps,
+            out_proj: self.matrix(&in_layer(at, "shortconv.out_proj"), n_embd, n_embd)?,
+        })
+    }
+
+    /// `exp_probs_b.bias`: what is added to the experts' scores to choose among them.
+    pub fn selection_bias(&mut self, at: LayerId, n_expert: usize) -> Result<Vec<f32>, ModelError> {
+        self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
     }
 
     /// The router and the stacked experts of a layer.
@@ -374,15 +427,20 @@ impl<'a> Reader<'a> {
     }
 
     /// Adds embedding, final norm and head, and makes sure that no tensor was left unused.
-    pub fn finish(mut self, sizes: &Sizes, layers: Vec<Layer>, head: Head) -> Result<Model, ModelError> {
+    pub fn finish(
+        mut self,
+        sizes: &Sizes,
+        layers: Vec<Layer>,
+        final_norm: &str,
+        head: Head,
+    ) -> Result<Model, ModelError> {
         let n_vocab = self.n_vocab()?;
         let embedding = self.matrix(EMBEDDING, sizes.n_embd, n_vocab)?;
         let head = match head {
             Head::TiedIfAbsent if self.source.find(HEAD).is_none() => embedding,
             _ => self.matrix(HEAD, sizes.n_embd, n_vocab)?,
         };
-        let final_norm =
-            RmsNorm { weight: self.f32_values("output_norm.weight", &[sizes.n_embd])?, eps: sizes.eps };
+        let final_norm = RmsNorm { weight: self.f32_values(final_norm, &[sizes.n_embd])?, eps: sizes.eps };
         if let Some(left) = self.source.tensors().iter().find(|t| !self.used.contains(t.name.as_str())) {
             let tensor = left.name.clone();
             return Err(ModelError::UnknownTensor { tensor, architecture: self.architecture });
@@ -422,6 +480,9 @@ impl<'a> Reader<'a> {
         Ok(rows)
     }
 }
+
+/// The final norm, in most families.
+pub(super) const OUTPUT_NORM: &str = "output_norm.weight";
 
 const EMBEDDING: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";

@@ -90,7 +90,7 @@ impl Model {
 
     fn moe_layers(&self) -> Vec<MoeLayerShape> {
         let shape = |(layer, bank): (LayerId, &crate::executor::ExpertBank)| {
-            let Ffn::Routed(routed) = &self.layers.get(layer.index())?.ffn;
+            let Ffn::Routed(routed) = &self.layers.get(layer.index())?.ffn else { return None };
             let matrices = bank.gate.iter().zip(&bank.up).zip(&bank.down);
             let experts = matrices.map(|((gate, up), down)| [gate, up, down].map(MatrixShape::of)).collect();
             Some(MoeLayerShape { layer, n_used: routed.rule.n_used, experts })
@@ -112,11 +112,11 @@ impl Model {
         (weights + row - unread * row, bytes + embedding.bytes / n - unread * (embedding.bytes / n))
     }
 
-    /// What is read besides matrices, all of it F32: norms and biases.
+    /// What is read besides matrices, all of it F32: norms, biases, taps.
     fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
         let layers = self.layers.iter().flat_map(|layer| {
             let norms = [&layer.mixer_norm.weight, &layer.ffn_norm.weight];
-            norms.into_iter().chain(layer.mixer.vectors())
+            norms.into_iter().chain(layer.mixer.vectors()).chain(layer.ffn.selection_bias())
         });
         layers.chain([&self.final_norm.weight])
     }
@@ -124,14 +124,30 @@ impl Model {
 
 impl Mixer {
     fn vectors(&self) -> Vec<&Vec<f32>> {
-        let Mixer::Attention(attention) = self;
-        let norms = [&attention.q_norm, &attention.k_norm].into_iter().flatten();
-        norms.map(|norm| &norm.weight).chain(attention.biases.iter().flatten()).collect()
+        match self {
+            Mixer::Attention(attention) => {
+                let norms = [&attention.q_norm, &attention.k_norm].into_iter().flatten();
+                norms.map(|norm| &norm.weight).chain(attention.biases.iter().flatten()).collect()
+            }
+            Mixer::ShortConv(conv) => vec![&conv.taps],
+        }
     }
 
     /// Bytes that one position adds to this layer's memory of the past.
     fn bytes_per_token(&self) -> u64 {
-        let Mixer::Attention(attention) = self;
-        (2 * size_of::<f32>() * attention.n_head_kv * attention.head_dim) as u64
+        match self {
+            Mixer::Attention(attention) => {
+                (2 * size_of::<f32>() * attention.n_head_kv * attention.head_dim) as u64
+            }
+            // The last few positions, however many there were.
+            Mixer::ShortConv(_) => 0,
+        }
+    }
+}
+
+impl Ffn {
+    fn selection_bias(&self) -> Option<&Vec<f32>> {
+        let Ffn::Routed(routed) = self else { return None };
+        routed.rule.selection_bias.as_ref()
     }
 }

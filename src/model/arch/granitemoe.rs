@@ -5,7 +5,7 @@
 use crate::model::parts::{
     Attention, Ffn, Gating, Layer, Mixer, Pairing, Rope, Routed, RoutingRule, Scales, Shared,
 };
-use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
@@ -18,7 +18,7 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
         logits: file.logit_scale()?,
     };
     let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
-    Ok(Model { scales, ..file.finish(&sizes, layers, Head::TiedIfAbsent)? })
+    Ok(Model { scales, ..file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)? })
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
@@ -27,6 +27,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
         n_used: sizes.n_used,
         normalise: true,
         scale: file.expert_weights_scale()?,
+        selection_bias: None,
     };
     let shared = match file.count_or_zero("expert_shared_feed_forward_length")? {
         0 => None,

@@ -3,7 +3,7 @@
 //! The converter has already permuted the rows of q and k for this rotation.
 
 use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
-use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
@@ -11,7 +11,7 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
     let n_ff = file.count("feed_forward_length")?;
     let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
-    file.finish(&sizes, layers, Head::TiedIfAbsent)
+    file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
@@ -20,6 +20,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
         n_used: sizes.n_used,
         normalise: true,
         scale: file.expert_weights_scale()?,
+        selection_bias: None,
     };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,

@@ -1,7 +1,7 @@
 //! OLMoE: q and k normed over their whole width, weights of the chosen experts left as the softmax gave them.
 
 use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
-use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
@@ -9,7 +9,7 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
     let n_ff = file.count("feed_forward_length")?;
     let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
-    file.finish(&sizes, layers, Head::Required)
+    file.finish(&sizes, layers, OUTPUT_NORM, Head::Required)
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
@@ -18,12 +18,13 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
         n_used: sizes.n_used,
         normalise: false,
         scale: file.expert_weights_scale()?,
+        selection_bias: None,
     };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
         mixer: Mixer::Attention(Attention {
             q_norm: Some(file.norm(at, "attn_q_norm", sizes.n_head * sizes.head_dim, sizes.eps)?),
-            k_norm: Some(file.norm(at, "attn_k_norm", sizes.n_head_kv * sizes.head_dim, sizes.eps)?),
+            k_norm: Some(file.norm(at, "attn_k_norm", sizes.n_head_kv(at) * sizes.head_dim, sizes.eps)?),
             ..file.attention(at, sizes, Pairing::Halves)?
         }),
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,

@@ -2,7 +2,7 @@
 //! chosen experts left as the softmax gave them.
 
 use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, Routed, RoutingRule};
-use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
@@ -25,7 +25,7 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
         },
     };
     let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &widths))?;
-    file.finish(&sizes, layers, Head::TiedIfAbsent)
+    file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> Result<Layer, ModelError> {
@@ -34,6 +34,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> 
         n_used: sizes.n_used,
         normalise: false,
         scale: file.expert_weights_scale()?,
+        selection_bias: None,
     };
     let shared = Some(file.gated_shared(at, sizes.n_embd, widths.shared)?);
     Ok(Layer {

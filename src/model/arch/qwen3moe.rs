@@ -4,7 +4,7 @@
 //! that flag, and the reference implementation does the same.
 
 use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
-use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
@@ -15,7 +15,7 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
         None => file.count("feed_forward_length")? / sizes.n_used,
     };
     let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
-    file.finish(&sizes, layers, Head::TiedIfAbsent)
+    file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
@@ -24,6 +24,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
         n_used: sizes.n_used,
         normalise: true,
         scale: file.expert_weights_scale()?,
+        selection_bias: None,
     };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,

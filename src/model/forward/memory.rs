@@ -1,17 +1,19 @@
 //! What a layer remembers of the positions before.
 
-use crate::model::parts::{Attention, Mixer};
+use crate::model::parts::{Attention, Mixer, ShortConv};
 
 /// The memory of one layer, of the kind that its mixer needs.
 #[derive(Clone, Debug)]
 pub(super) enum Memory {
     Keys(KvCache),
+    Tail(Tail),
 }
 
 impl Memory {
     pub fn new(mixer: &Mixer) -> Memory {
         match mixer {
             Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention)),
+            Mixer::ShortConv(conv) => Memory::Tail(Tail::new(conv)),
         }
     }
 
@@ -21,6 +23,25 @@ impl Memory {
             (Memory::Keys(cache), Mixer::Attention(attention)) => {
                 cache.head_dim == attention.head_dim && cache.heads.len() == attention.n_head_kv
             }
+            (Memory::Tail(tail), Mixer::ShortConv(conv)) => tail.past.len() == Tail::len(conv),
+            _ => false,
+        }
+    }
+
+    /// Takes over what a call has left; called when the whole call has succeeded.
+    pub fn commit(&mut self) {
+        match self {
+            // Positions that do not count yet are written over: there is nothing to take over.
+            Memory::Keys(_) => {}
+            Memory::Tail(tail) => std::mem::swap(&mut tail.past, &mut tail.next),
+        }
+    }
+
+    /// Forgets all positions.
+    pub fn clear(&mut self) {
+        match self {
+            Memory::Keys(_) => {}
+            Memory::Tail(tail) => tail.past.fill(0.0),
         }
     }
 }
@@ -59,5 +80,25 @@ impl KvCache {
 
     pub fn head(&self, h: usize) -> &Head {
         &self.heads[h]
+    }
+}
+
+/// The last `n_taps − 1` positions that a short convolution has seen, zeros before the start.
+#[derive(Clone, Debug)]
+pub(super) struct Tail {
+    /// `[n_taps − 1, n_embd]`, before the state's position.
+    pub past: Vec<f32>,
+    /// The same after the call that is under way, which may still fail.
+    pub next: Vec<f32>,
+}
+
+impl Tail {
+    fn new(conv: &ShortConv) -> Tail {
+        let past = vec![0.0; Tail::len(conv)];
+        Tail { next: past.clone(), past }
+    }
+
+    fn len(conv: &ShortConv) -> usize {
+        conv.taps.len() - conv.taps.len() / conv.n_taps
     }
 }

@@ -1,5 +1,6 @@
 //! From router logits to experts and weights.
 
+use super::dense::sigmoid;
 use crate::executor::Routing;
 use crate::model::parts::{Gating, RoutingRule};
 use crate::units::ExpertId;
@@ -12,22 +13,31 @@ pub(super) fn choose(rule: &RoutingRule, n_expert: usize, logits: &[f32], routin
     routing.n_used = rule.n_used;
     routing.experts.clear();
     routing.weights.clear();
-    let mut ranked: Vec<(f32, u32)> = Vec::with_capacity(n_expert);
+    // What the expert is ranked by, its weight, its number.
+    let mut ranked: Vec<(f32, f32, u32)> = Vec::with_capacity(n_expert);
     for row in logits.chunks_exact(n_expert) {
         ranked.clear();
         match rule.gating {
-            Gating::Softmax => ranked.extend(softmax(row).zip(0..)),
+            Gating::Softmax => ranked.extend(softmax(row).zip(0..).map(|(p, expert)| (p, p, expert))),
+            Gating::Sigmoid => ranked.extend(row.iter().zip(0..).map(|(logit, expert)| {
+                let p = sigmoid(*logit);
+                (p, p, expert)
+            })),
         }
-        let best_first = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+        if let Some(bias) = &rule.selection_bias {
+            ranked.iter_mut().zip(bias).for_each(|((score, ..), bias)| *score += bias);
+        }
+        type Ranked = (f32, f32, u32);
+        let best_first = |a: &Ranked, b: &Ranked| b.0.total_cmp(&a.0).then(a.2.cmp(&b.2));
         if rule.n_used < n_expert {
             ranked.select_nth_unstable_by(rule.n_used, best_first);
         }
         let chosen = &mut ranked[..rule.n_used];
         chosen.sort_unstable_by(best_first);
-        let sum: f32 = chosen.iter().map(|(score, _)| score).sum();
+        let sum: f32 = chosen.iter().map(|(_, weight, _)| weight).sum();
         let divisor = if rule.normalise { sum.max(LEAST_SUM) } else { 1.0 };
-        routing.experts.extend(chosen.iter().map(|(_, expert)| ExpertId(*expert)));
-        routing.weights.extend(chosen.iter().map(|(score, _)| score / divisor * rule.scale));
+        routing.experts.extend(chosen.iter().map(|(.., expert)| ExpertId(*expert)));
+        routing.weights.extend(chosen.iter().map(|(_, weight, _)| weight / divisor * rule.scale));
     }
 }
 

@@ -1,0 +1,57 @@
+//! LFM2-MoE: short convolutions in most layers and attention in the others, the first layers' feed-forward
+//! networks dense; experts are chosen with a bias that their weights do not see.
+
+use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, RoutingRule};
+use crate::model::reader::{Head, Reader, Sizes};
+use crate::model::{Model, ModelError};
+use crate::units::LayerId;
+
+/// The final norm: the name is a slip of the first converter that all files keep.
+const FINAL_NORM: &str = "token_embd_norm.weight";
+
+/// What this family has besides.
+struct Extent {
+    n_taps: usize,
+    n_dense_layers: usize,
+    dense_ff: usize,
+    expert_ff: usize,
+}
+
+pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
+    let sizes = file.sizes()?;
+    let extent = Extent {
+        n_taps: file.count("shortconv.l_cache")?,
+        n_dense_layers: file.count_or_zero("leading_dense_block_count")?,
+        dense_ff: file.count("feed_forward_length")?,
+        expert_ff: file.count("expert_feed_forward_length")?,
+    };
+    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &extent))?;
+    file.finish(&sizes, layers, FINAL_NORM, Head::TiedIfAbsent)
+}
+
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> Result<Layer, ModelError> {
+    Ok(Layer {
+        mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
+        mixer: match sizes.n_head_kv(at) {
+            0 => Mixer::ShortConv(file.short_conv(at, sizes.n_embd, extent.n_taps)?),
+            _ => Mixer::Attention(Attention {
+                q_norm: Some(file.norm(at, "attn_q_norm", sizes.head_dim, sizes.eps)?),
+                k_norm: Some(file.norm(at, "attn_k_norm", sizes.head_dim, sizes.eps)?),
+                ..file.attention(at, sizes, Pairing::Halves)?
+            }),
+        },
+        ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
+        ffn: if at.index() < extent.n_dense_layers {
+            Ffn::Dense(file.dense(at, "", sizes.n_embd, extent.dense_ff)?)
+        } else {
+            let rule = RoutingRule {
+                gating: file.gating()?,
+                n_used: sizes.n_used,
+                normalise: true,
+                scale: file.expert_weights_scale()?,
+                selection_bias: Some(file.selection_bias(at, sizes.n_expert)?),
+            };
+            Ffn::Routed(file.routed(at, sizes, extent.expert_ff, rule)?)
+        },
+    })
+}
