@@ -26,10 +26,10 @@ pub struct ConvertDocument {
     pub npu_bytes: u64,
     /// Chunks they lie in.
     pub chunks: u64,
-    /// Mean relative RMS error of the int8 copies, measured.
-    pub mean_error: f64,
-    /// The largest of these errors, measured.
-    pub worst_error: f64,
+    /// Mean relative RMS error of the int8 copies, measured; `null` where none were made.
+    pub mean_error: Option<f64>,
+    /// The largest of these errors, measured; `null` where none were made.
+    pub worst_error: Option<f64>,
     /// Weights that were not finite and became zero.
     pub clamped: u64,
     /// Where the routing statistics are; `null` when a plan was given.
@@ -52,8 +52,8 @@ impl ConvertDocument {
             hot_matrices: plan.matrices().count() as u64,
             npu_bytes: plan.footprint.weight_bytes,
             chunks: plan.chunks.len() as u64,
-            mean_error: 0.0,
-            worst_error: 0.0,
+            mean_error: None,
+            worst_error: None,
             clamped: 0,
             statistics: found.map(|file| file.display().to_string()),
             verdict: plan.verdict.sentence.clone(),
@@ -65,8 +65,8 @@ impl ConvertDocument {
         ConvertDocument {
             written: true,
             root: Some(outcome.root.to_string()),
-            mean_error: outcome.mean_error,
-            worst_error: outcome.worst_error.map_or(0.0, |(_, error)| error),
+            mean_error: outcome.worst_error.map(|_| outcome.mean_error),
+            worst_error: outcome.worst_error.map(|(_, error)| error),
             clamped: outcome.n_clamped,
             ..ConvertDocument::dry(prepared, &outcome.output, outcome.file_len.0)
         }
@@ -90,12 +90,12 @@ impl ConvertDocument {
             super::counted(self.chunks, "chunk", "chunks"),
             Bytes(self.npu_bytes)
         );
-        if self.written && self.hot_matrices > 0 {
+        if let (Some(mean), Some(worst)) = (self.mean_error, self.worst_error) {
             let _ = writeln!(
                 text,
                 "  int8 copies are off by {:.2} % RMS on average, {:.2} % at most (measured)",
-                100.0 * self.mean_error,
-                100.0 * self.worst_error
+                100.0 * mean,
+                100.0 * worst
             );
         }
         if self.clamped > 0 {
