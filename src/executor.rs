@@ -4,13 +4,16 @@
 //! `CpuExecutor` (plain, from source rows), the calibration's (the same, counting), the runtime's (hot
 //! experts on a device, the rest here). Rows are always `[m, n]`: decode is the batch of one.
 
+mod bank;
 pub mod cpu;
 
 use thiserror::Error;
 
 use crate::blocks::BlockError;
-use crate::tensor::{Dtype, MatrixView, Place, Projection, SourceError};
+use crate::tensor::{Dtype, MatrixView, Place, SourceError};
 use crate::units::{ExpertId, LayerId};
+
+pub use bank::{Activation, ExpertBank, ExpertBiases};
 
 /// The number of a weight matrix in a [`WeightTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -29,36 +32,8 @@ pub struct Weight {
     pub n_out: usize,
 }
 
-/// The experts of one layer. Every list is `n_expert` long; types may differ from expert to expert.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExpertBank {
-    /// Gate projections, each `[n_ff, n_embd]`.
-    pub gate: Vec<Weight>,
-    /// Up projections, each `[n_ff, n_embd]`.
-    pub up: Vec<Weight>,
-    /// Down projections, each `[n_embd, n_ff]`.
-    pub down: Vec<Weight>,
-}
-
-impl ExpertBank {
-    /// Number of experts.
-    pub fn n_expert(&self) -> usize {
-        self.gate.len()
-    }
-
-    /// One matrix of one expert; `None` for an expert that is not there.
-    pub fn weight(&self, expert: ExpertId, projection: Projection) -> Option<&Weight> {
-        let list = match projection {
-            Projection::Gate => &self.gate,
-            Projection::Up => &self.up,
-            Projection::Down => &self.down,
-        };
-        list.get(expert.index())
-    }
-}
-
 /// Every matrix of a model: the plain ones by [`WeightId`], the experts by layer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct WeightTable {
     linears: Vec<Weight>,
     banks: Vec<Option<ExpertBank>>,
@@ -167,7 +142,7 @@ pub trait Executor {
         products: &mut [Product<'_>],
     ) -> Result<(), ExecutorError>;
 
-    /// The routed experts of a layer: `out[r] = Σ_slot weight · down(silu(gate·x) ⊙ up·x)`, slots in order.
+    /// The routed experts of a layer: `out[r] = Σ_slot weight · down(activation(gate·x, up·x))`, slots in order.
     ///
     /// `rows` and `out` are `[m, n_embd]`. Expert weights are applied after down.
     ///

@@ -243,7 +243,8 @@ impl Runtime {
             return Err(Error::usage(format!("the device has no room: {refused}")));
         }
         let (hot, account) = (Arc::new(hot), device.account());
-        let worker = Worker::start(device, Arc::clone(&hot), Arc::clone(packed))?;
+        let weights = Arc::clone(&self.weights);
+        let worker = Worker::start(device, Arc::clone(&hot), weights, Arc::clone(packed))?;
         let modelled = Modelled::new(self.model.shape(), profile.clone());
         let (weights, strict) = (Arc::clone(&self.weights), self.options.strict);
         let partition = Partition::new(self.cpu()?, weights, worker, hot, modelled, strict);

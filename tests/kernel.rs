@@ -427,7 +427,7 @@ impl Small {
             types.map(|&(dtype, _)| memory.push(&mut random, dtype, n_in, n_out)).collect()
         };
         let (gate, up, down) = (list(0, N_EMBD, N_FF), list(3, N_EMBD, N_FF), list(5, N_FF, N_EMBD));
-        table.set_bank(LAYER, ExpertBank { gate, up, down });
+        table.set_bank(LAYER, ExpertBank::new(gate, up, down));
         Small { memory: Arc::new(memory), table: Arc::new(table) }
     }
 
@@ -533,7 +533,7 @@ fn more_calls_than_fit_the_scratch_are_dealt_with_in_turns() {
     let mut random = Random(11);
     let (mut memory, mut table) = (Memory::default(), WeightTable::default());
     let mut list = || (0..2).map(|_| memory.push(&mut random, Dtype::Q8_0, 32, 32)).collect();
-    table.set_bank(LayerId(0), ExpertBank { gate: list(), up: list(), down: list() });
+    table.set_bank(LayerId(0), ExpertBank::new(list(), list(), list()));
     let pool = Arc::new(Pool::new(2));
     let mut executor = CpuExecutor::new(Arc::new(memory), Arc::new(table), pool, KernelMode::Fast).unwrap();
     // 64 MiB are 174,762 hidden rows of 32 with their gate and up values.
@@ -643,7 +643,7 @@ fn matrices_that_cannot_be_computed_are_refused_at_once() {
     assert_eq!(error(Weight { place: place(33), ..good }), "bytes of a matrix: got 33, expected 34");
     assert!(error(Weight { place: place(340), ..good }).contains("not in file"));
     assert!(error(Weight { n_out: 0, place: place(0), ..good }).contains("outputs of a matrix"));
-    let bank = |up| ExpertBank { gate: vec![good], up, down: vec![good] };
+    let bank = |up| ExpertBank::new(vec![good], up, vec![good]);
     assert!(open(good, Some(bank(vec![]))).unwrap_err().contains("experts of a projection"));
     assert!(open(good, Some(bank(vec![good]))).unwrap_err().contains("inputs of a down projection"));
 }

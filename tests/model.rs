@@ -148,8 +148,8 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
             says: "metadata key `qwen3moe.expert_used_count` holds 0, expected 1 to 16777216",
         },
         Refusal {
-            spoil: |s| s.set("qwen3moe.expert_count", Value::U32(513)),
-            says: "metadata key `qwen3moe.expert_count` holds 513, expected 1 to 512",
+            spoil: |s| s.set("qwen3moe.expert_count", Value::U32(65537)),
+            says: "metadata key `qwen3moe.expert_count` holds 65537, expected 1 to 65536",
         },
         Refusal {
             spoil: |s| s.set("qwen3moe.attention.head_count_kv", Value::U32(3)),
@@ -164,8 +164,8 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
             says: "metadata key `qwen3moe.rope.dimension_count` holds 15, expected an even number up to 16",
         },
         Refusal {
-            spoil: |s| s.set("qwen3moe.rope.scaling.type", Value::String("yarn".into())),
-            says: "metadata key `qwen3moe.rope.scaling.type` holds yarn, expected none or linear",
+            spoil: |s| s.set("qwen3moe.rope.scaling.type", Value::String("longrope".into())),
+            says: "metadata key `qwen3moe.rope.scaling.type` holds longrope, expected none, linear or yarn",
         },
         Refusal {
             spoil: |s| s.set("qwen3moe.vocab_size", Value::U32(32_000)),

@@ -236,6 +236,11 @@ impl Core {
                 expect("inputs of a down projection", weight.n_in, n_ff)?;
                 expect("outputs of a down projection", weight.n_out, n_embd)?;
             }
+            if let Some(biases) = &bank.biases {
+                for (biases, width) in [(&biases.gate, n_ff), (&biases.up, n_ff), (&biases.down, n_embd)] {
+                    expect("biases of the experts", biases.len(), bank.n_expert() * width)?;
+                }
+            }
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
 use memory::Memory;
 use rope::Angles;
-use rows::{add_scaled, rms_norm, view};
+use rows::{add_scaled, add_to_each, rms_norm, view};
 
 /// What a sequence has left behind, for every layer: keys and values of every position so far, or what a
 /// convolution saw last.
@@ -297,6 +297,9 @@ impl<'a> Pass<'a> {
         let rows = view(&self.normed, self.model.n_embd)?;
         let mut logits = vec![0.0; rows.n_rows() * routed.n_expert];
         self.executor.linear(rows, &mut [Product { weight: routed.router, out: &mut logits }])?;
+        if let Some(bias) = &routed.rule.bias {
+            add_to_each(&mut logits, bias);
+        }
         if let Some(bad) = logits.iter().position(|logit| !logit.is_finite()) {
             let position = self.position + bad / routed.n_expert;
             return Err(ForwardError::Router { value: logits[bad], layer: at, position });

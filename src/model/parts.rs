@@ -62,12 +62,18 @@ pub(crate) struct Attention {
     pub head_dim: usize,
     /// What is added to q, k and v.
     pub biases: Option<[Vec<f32>; 3]>,
+    /// What is added to the output.
+    pub output_bias: Option<Vec<f32>>,
     /// Before the rotation; a head or all heads wide.
     pub q_norm: Option<RmsNorm>,
     pub k_norm: Option<RmsNorm>,
     pub rope: Rope,
     /// What scores are multiplied by before the softmax.
     pub scale: f32,
+    /// `[n_head]`: a score of each head that takes part in the softmax and carries no value.
+    pub sinks: Option<Vec<f32>>,
+    /// How many positions a query sees, its own among them; all without one.
+    pub window: Option<usize>,
 }
 
 /// A gated convolution over the last few positions, channel by channel.
@@ -85,21 +91,20 @@ pub(crate) struct ShortConv {
     pub out_proj: WeightId,
 }
 
-/// Rotary position embedding of the first `n_rot` values of a head.
+/// Rotary position embedding of the first values of a head, two for each speed.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Rope {
     pub pairing: Pairing,
-    /// Even, at most `head_dim`; 0 where heads do not turn.
-    pub n_rot: usize,
-    pub base: f32,
-    /// What positions are multiplied by: 1 / scaling factor.
-    pub position_scale: f32,
+    /// Of each pair, in radians per position; none where heads do not turn.
+    pub speeds: Vec<f64>,
+    /// What the values that turn are multiplied by.
+    pub magnitude: f32,
 }
 
 /// Which values of a head turn together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pairing {
-    /// Pair `p` is `(p, p + n_rot / 2)`; GGUF's NEOX.
+    /// Pair `p` is `(p, p + n_pairs)`; GGUF's NEOX.
     Halves,
     /// Pair `p` is `(2p, 2p + 1)`; GGUF's NORM.
     Neighbours,
@@ -144,25 +149,30 @@ pub(crate) struct Shared {
     pub gate: Option<WeightId>,
 }
 
-/// How router logits become experts and weights.
-#[derive(Clone, Debug)]
+/// How router logits become experts and weights; the default is the softmax and nothing else.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct RoutingRule {
     pub gating: Gating,
     /// Experts per token, at most `n_expert`.
     pub n_used: usize,
     /// Whether the weights of the chosen are divided by their sum.
     pub normalise: bool,
-    /// What the weights are then multiplied by.
-    pub scale: f32,
+    /// What the weights are then multiplied by, if by anything.
+    pub scale: Option<f32>,
+    /// `[n_expert]`: added to the logits.
+    pub bias: Option<Vec<f32>>,
     /// `[n_expert]`: added to the scores for the choice alone, not for the weights.
     pub selection_bias: Option<Vec<f32>>,
 }
 
 /// The function that turns logits into the scores that are ranked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Gating {
     /// Softmax over all experts.
+    #[default]
     Softmax,
     /// `σ` of each logit by itself.
     Sigmoid,
+    /// The logits themselves, and of those chosen the softmax.
+    SoftmaxOfChosen,
 }

@@ -116,7 +116,7 @@ impl Model {
     fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
         let layers = self.layers.iter().flat_map(|layer| {
             let norms = [&layer.mixer_norm.weight, &layer.ffn_norm.weight];
-            norms.into_iter().chain(layer.mixer.vectors()).chain(layer.ffn.selection_bias())
+            norms.into_iter().chain(layer.mixer.vectors()).chain(layer.ffn.vectors())
         });
         layers.chain([&self.final_norm.weight])
     }
@@ -127,7 +127,9 @@ impl Mixer {
         match self {
             Mixer::Attention(attention) => {
                 let norms = [&attention.q_norm, &attention.k_norm].into_iter().flatten();
-                norms.map(|norm| &norm.weight).chain(attention.biases.iter().flatten()).collect()
+                let biases = attention.biases.iter().flatten();
+                let vectors = norms.map(|norm| &norm.weight).chain(biases);
+                vectors.chain(&attention.output_bias).chain(&attention.sinks).collect()
             }
             Mixer::ShortConv(conv) => vec![&conv.taps],
         }
@@ -146,8 +148,9 @@ impl Mixer {
 }
 
 impl Ffn {
-    fn selection_bias(&self) -> Option<&Vec<f32>> {
-        let Ffn::Routed(routed) = self else { return None };
-        routed.rule.selection_bias.as_ref()
+    /// Besides those of the experts.
+    fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        let rule = if let Ffn::Routed(routed) = self { Some(&routed.rule) } else { None };
+        rule.into_iter().flat_map(|rule| rule.selection_bias.iter().chain(&rule.bias))
     }
 }

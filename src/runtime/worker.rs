@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::hot::{HotMatrix, HotTable};
 use crate::device::{Account, Device, DeviceError, Job, multiply_tiles};
+use crate::executor::WeightTable;
 use crate::quantize::{QuantizedRows, rows as quantize_rows};
 use crate::source::PackedModel;
 use crate::tensor::{MatrixId, MatrixView, Projection};
@@ -85,6 +86,7 @@ impl Worker {
     pub fn start(
         device: Box<dyn Device>,
         hot: Arc<HotTable>,
+        weights: Arc<WeightTable>,
         packed: Arc<PackedModel>,
     ) -> std::io::Result<Worker> {
         let (requests, inbox) = channel();
@@ -92,6 +94,7 @@ impl Worker {
         let mut products = Products {
             device,
             hot,
+            weights,
             packed,
             fallbacks: 0,
             failure: None,
@@ -135,6 +138,7 @@ struct Buffers {
     gathered: Vec<i8>,
     gate: Vec<i32>,
     up: Vec<i32>,
+    up_values: Vec<f32>,
     down: Vec<i32>,
     hidden: Vec<f32>,
     quantized: QuantizedRows,
@@ -143,6 +147,8 @@ struct Buffers {
 struct Products {
     device: Box<dyn Device>,
     hot: Arc<HotTable>,
+    /// For what happens between the projections.
+    weights: Arc<WeightTable>,
     packed: Arc<PackedModel>,
     fallbacks: u64,
     failure: Option<String>,
@@ -177,7 +183,7 @@ impl Products {
         reply
     }
 
-    /// `silu(gate) ⊙ up` of every call, `[calls, n_ff]`.
+    /// What down is to multiply, of every call: `[calls, n_ff]`.
     fn gate_up(&mut self, layer: LayerId, rows: &QuantizedRows, calls: &[HotCall]) -> Vec<f32> {
         let hot = Arc::clone(&self.hot);
         let groups = groups(&hot, layer, calls, &[Projection::Gate, Projection::Up]);
@@ -201,20 +207,19 @@ impl Products {
         self.run(jobs);
         let mut hidden = std::mem::take(&mut buffers.hidden);
         hidden.resize(calls.len() * n_ff, 0.0);
+        buffers.up_values.resize(n_ff, 0.0);
+        let bank = self.weights.bank(layer);
         let mut at = 0;
         for group in &groups {
             let (gate_scales, up_scales) = (&group.matrices[0].scales, &group.matrices[1].scales);
             for call in &calls[at..at + group.n_calls] {
                 let scale = rows.scales()[call.row as usize];
                 let range = at * n_ff..(at + 1) * n_ff;
-                let sums = buffers.gate[range.clone()].iter().zip(&buffers.up[range.clone()]);
-                let scales = gate_scales.iter().zip(up_scales.iter());
-                for ((hidden, (&gate, &up)), (&gate_scale, &up_scale)) in
-                    hidden[range].iter_mut().zip(sums).zip(scales)
-                {
-                    let gate = gate as f32 * (scale * gate_scale);
-                    let up = up as f32 * (scale * up_scale);
-                    *hidden = gate / (1.0 + (-gate).exp()) * up;
+                let (gate, up) = (&mut hidden[range.clone()], &mut buffers.up_values);
+                dequantize(&buffers.gate[range.clone()], scale, gate_scales, gate);
+                dequantize(&buffers.up[range], scale, up_scales, up);
+                if let Some(bank) = bank {
+                    bank.activate(group.expert, 0..n_ff, gate, up);
                 }
                 at += 1;
             }
@@ -248,16 +253,13 @@ impl Products {
         }
         self.run(jobs);
         let mut outputs = vec![0.0; calls.len() * n_embd];
-        let mut at = 0;
-        for group in &groups {
-            for _ in 0..group.n_calls {
-                let scale = buffers.quantized.scales()[at];
-                let range = at * n_embd..(at + 1) * n_embd;
-                let values = outputs[range.clone()].iter_mut().zip(&buffers.down[range]);
-                for ((out, &sum), &down_scale) in values.zip(group.matrices[0].scales.iter()) {
-                    *out = sum as f32 * (scale * down_scale);
-                }
-                at += 1;
+        let bank = self.weights.bank(layer);
+        let experts = groups.iter().flat_map(|group| std::iter::repeat_n(group, group.n_calls));
+        let rows = outputs.chunks_exact_mut(n_embd).zip(buffers.down.chunks_exact(n_embd));
+        for ((group, (out, sums)), &scale) in experts.zip(rows).zip(buffers.quantized.scales()) {
+            dequantize(sums, scale, &group.matrices[0].scales, out);
+            if let Some(bank) = bank {
+                bank.finish_down(group.expert, 0..n_embd, out);
             }
         }
         self.buffers = buffers;
@@ -310,6 +312,7 @@ impl Products {
 
 /// The calls of one expert, which follow each other.
 struct Group<'a> {
+    expert: ExpertId,
     n_calls: usize,
     matrices: Vec<&'a HotMatrix>,
 }
@@ -326,9 +329,16 @@ fn groups<'a>(
         .map(|calls| {
             let expert = calls[0].expert;
             let matrix = |&projection: &Projection| hot.get(MatrixId { layer, expert, projection });
-            Group { n_calls: calls.len(), matrices: projections.iter().filter_map(matrix).collect() }
+            Group { expert, n_calls: calls.len(), matrices: projections.iter().filter_map(matrix).collect() }
         })
         .collect()
+}
+
+/// `out[o] = sums[o] · row scale · scales[o]`: what the integers stand for.
+fn dequantize(sums: &[i32], row_scale: f32, scales: &[f32], out: &mut [f32]) {
+    for ((out, &sum), &scale) in out.iter_mut().zip(sums).zip(scales) {
+        *out = sum as f32 * (row_scale * scale);
+    }
 }
 
 /// The rows of all calls, one after the other; nothing when there is only one row to share.

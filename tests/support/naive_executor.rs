@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 
 use orkpack::blocks;
-use orkpack::executor::{Executor, ExecutorError, Product, Routing, Weight, WeightId, WeightTable};
+use orkpack::executor::{
+    Activation, Executor, ExecutorError, ExpertBiases, Product, Routing, Weight, WeightId, WeightTable,
+};
 use orkpack::tensor::{MatrixView, Place, Projection, TensorSource};
 use orkpack::units::LayerId;
 
@@ -37,6 +39,18 @@ impl<'a> NaiveExecutor<'a> {
     }
 }
 
+/// What becomes of one output of gate and one of up, written out once more.
+fn activate(activation: Activation, gate: f32, up: f32) -> f32 {
+    match activation {
+        Activation::SwiGlu => gate / (1.0 + (-gate).exp()) * up,
+        Activation::ClampedSwiGlu { slope, limit } => {
+            let gate = if gate > limit { limit } else { gate };
+            let up = up.max(-limit).min(limit);
+            gate / (1.0 + (-(slope * gate)).exp()) * (1.0 + up)
+        }
+    }
+}
+
 impl Executor for NaiveExecutor<'_> {
     fn linear(
         &mut self,
@@ -67,11 +81,18 @@ impl Executor for NaiveExecutor<'_> {
             for slot in row * routing.n_used..(row + 1) * routing.n_used {
                 let [gate, up, down] =
                     Projection::ALL.map(|projection| bank.weight(routing.experts[slot], projection).unwrap());
-                let gate = self.product(gate, rows.row(row));
-                let up = self.product(up, rows.row(row));
+                let expert = routing.experts[slot].index();
+                let bias = |list: fn(&ExpertBiases) -> &Vec<f32>, n: usize| match &bank.biases {
+                    Some(biases) => list(biases)[expert * n..(expert + 1) * n].to_vec(),
+                    None => vec![0.0; n],
+                };
+                let sum = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
+                let (n_ff, n_embd) = (gate.n_out, down.n_out);
+                let gate = sum(self.product(gate, rows.row(row)), bias(|b| &b.gate, n_ff));
+                let up = sum(self.product(up, rows.row(row)), bias(|b| &b.up, n_ff));
                 let inner: Vec<f32> =
-                    gate.iter().zip(&up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
-                let down = self.product(down, &inner);
+                    gate.iter().zip(&up).map(|(&gate, &up)| activate(bank.activation, gate, up)).collect();
+                let down = sum(self.product(down, &inner), bias(|b| &b.down, n_embd));
                 out.iter_mut().zip(down).for_each(|(out, down)| *out += routing.weights[slot] * down);
             }
         }

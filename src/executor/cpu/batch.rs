@@ -3,7 +3,7 @@
 //! ```text
 //! calls, any order ─► groups: one expert, its rows ─► pieces: a group, a range of outputs
 //!
-//! phase 1  piece (group, n_ff range)     hidden = silu(gate · x) ⊙ (up · x)   into a tile of its own
+//! phase 1  piece (group, n_ff range)     hidden = activation(gate · x, up · x)   into a tile of its own
 //! phase 2  piece (group)                 the group's tiles joined and quantised
 //! phase 3  piece (group, n_embd range)   down · hidden                        into the caller's rows
 //! ```
@@ -53,6 +53,8 @@ struct Hidden {
 /// Calls of one expert, a range of [`Scratch::order`], with the expert's matrices.
 struct Group<'a> {
     calls: Range<usize>,
+    bank: &'a ExpertBank,
+    expert: ExpertId,
     gate: Matrix<'a>,
     up: Matrix<'a>,
     down: Matrix<'a>,
@@ -79,7 +81,7 @@ struct Sizes {
 }
 
 impl CpuExecutor {
-    /// All `calls` of a layer in one dispatch: `out[c] = down(silu(gate·x) ⊙ up·x)`, x being the call's row of
+    /// All `calls` of a layer in one dispatch: `out[c] = down(activation(gate·x, up·x))`, x being the call's row of
     /// `rows`, `[m, n_embd]`. `out` is `[calls.len(), n_embd]`, not weighted.
     ///
     /// # Errors
@@ -169,8 +171,8 @@ impl CpuExecutor {
         let failure = Failure::default();
         core.pool.run(pieces.len(), &|i| {
             let (group, mut patch) = (&groups[pieces[i].group], lock(&pieces[i].part));
-            let (down, rows) = (group.down, &order[group.calls.clone()]);
-            failure.note(i, core.fill_patch(down.view, &acts[down.form as usize], rows, &mut patch));
+            let rows = &order[group.calls.clone()];
+            failure.note(i, core.down(group, &acts[group.down.form as usize], rows, &mut patch));
         });
         failure.result()
     }
@@ -236,9 +238,12 @@ impl Core {
         let mut groups = Vec::new();
         let mut first = 0;
         for run in order.chunk_by(|a, b| expert(a) == expert(b)).flat_map(|run| run.chunks(most_rows)) {
-            let matrix = |projection| self.matrix(bank, expert(&run[0]), projection);
+            let expert = expert(&run[0]);
+            let matrix = |projection| self.matrix(bank, expert, projection);
             groups.push(Group {
                 calls: first..first + run.len(),
+                bank,
+                expert,
                 gate: matrix(Projection::Gate)?,
                 up: matrix(Projection::Up)?,
                 down: matrix(Projection::Down)?,
@@ -339,7 +344,7 @@ impl Core {
             let (g, mut patch) = (down[i].group, lock(&down[i].part));
             let hidden = hidden[g].read().unwrap_or_else(PoisonError::into_inner);
             let every_row = &every_row[..groups[g].calls.len()];
-            let result = self.fill_patch(groups[g].down.view, &hidden.acts, every_row, &mut patch);
+            let result = self.down(&groups[g], &hidden.acts, every_row, &mut patch);
             failure.note(gate_up.len() + i, result);
         };
         self.pool.run_phases(&[
@@ -362,10 +367,29 @@ impl Core {
         let n = rows.len() * cols.len();
         tile.hidden.resize(n, 0.0);
         tile.up.resize(n, 0.0);
-        let Group { gate, up, .. } = group;
+        let Group { bank, expert, gate, up, .. } = group;
         self.kernel.multiply(gate.view, cols.clone(), &acts[gate.form as usize], rows, &mut tile.hidden)?;
-        self.kernel.multiply(up.view, cols, &acts[up.form as usize], rows, &mut tile.up)?;
-        tile.hidden.iter_mut().zip(&tile.up).for_each(|(gate, up)| *gate = silu(*gate) * up);
+        self.kernel.multiply(up.view, cols.clone(), &acts[up.form as usize], rows, &mut tile.up)?;
+        let width = cols.len();
+        for (hidden, up) in tile.hidden.chunks_exact_mut(width).zip(tile.up.chunks_exact(width)) {
+            bank.activate(*expert, cols.clone(), hidden, up);
+        }
+        Ok(())
+    }
+
+    /// Phase 3 for some outputs of a group.
+    fn down(
+        &self,
+        group: &Group<'_>,
+        acts: &Activations,
+        rows: &[u32],
+        patch: &mut Patch<'_>,
+    ) -> Result<(), BlockError> {
+        self.fill_patch(group.down.view, acts, rows, patch)?;
+        for row in 0..rows.len() {
+            let cols = patch.cols();
+            group.bank.finish_down(group.expert, cols, patch.row(row));
+        }
         Ok(())
     }
 }
@@ -395,8 +419,4 @@ fn grow<T: Default>(list: &mut Vec<T>, n: usize) {
 /// Makes `list` hold 0, 1, 2, … up to `n` at least.
 pub(super) fn count_to(list: &mut Vec<u32>, n: usize) {
     list.extend((list.len()..n).map(|row| row as u32));
-}
-
-fn silu(x: f32) -> f32 {
-    x / (1.0 + (-x).exp())
 }

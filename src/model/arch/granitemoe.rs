@@ -2,9 +2,7 @@
 //!
 //! Files may add an expert that every token goes to, and may say that heads are not rotated.
 
-use crate::model::parts::{
-    Attention, Ffn, Gating, Layer, Mixer, Pairing, Rope, Routed, RoutingRule, Scales, Shared,
-};
+use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, Rope, Routed, RoutingRule, Scales, Shared};
 use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
@@ -23,11 +21,10 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
     let rule = RoutingRule {
-        gating: Gating::Softmax,
         n_used: sizes.n_used,
         normalise: true,
         scale: file.expert_weights_scale()?,
-        selection_bias: None,
+        ..RoutingRule::default()
     };
     let shared = match file.count_or_zero("expert_shared_feed_forward_length")? {
         0 => None,
@@ -45,7 +42,7 @@ fn attention(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Attent
     let scale = file.attention_scale(sizes.head_dim)?;
     let attention = Attention { scale, ..file.attention(at, sizes, Pairing::Neighbours)? };
     Ok(match file.optional_bool("rope.scaling.finetuned")? {
-        Some(false) => Attention { rope: Rope { n_rot: 0, ..attention.rope }, ..attention },
+        Some(false) => Attention { rope: Rope { speeds: Vec::new(), ..attention.rope }, ..attention },
         _ => attention,
     })
 }

@@ -45,11 +45,12 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> 
             Ffn::Dense(file.dense(at, "", sizes.n_embd, extent.dense_ff)?)
         } else {
             let rule = RoutingRule {
-                gating: file.gating()?,
+                gating: file.required_gating()?,
                 n_used: sizes.n_used,
                 normalise: true,
                 scale: file.expert_weights_scale()?,
                 selection_bias: Some(file.selection_bias(at, sizes.n_expert)?),
+                ..RoutingRule::default()
             };
             Ffn::Routed(file.routed(at, sizes, extent.expert_ff, rule)?)
         },

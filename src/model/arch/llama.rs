@@ -2,7 +2,7 @@
 //!
 //! The converter has already permuted the rows of q and k for this rotation.
 
-use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
+use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, RoutingRule};
 use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
@@ -16,11 +16,10 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
     let rule = RoutingRule {
-        gating: Gating::Softmax,
         n_used: sizes.n_used,
         normalise: true,
         scale: file.expert_weights_scale()?,
-        selection_bias: None,
+        ..RoutingRule::default()
     };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,

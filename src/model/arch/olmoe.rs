@@ -1,6 +1,6 @@
 //! OLMoE: q and k normed over their whole width, weights of the chosen experts left as the softmax gave them.
 
-use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, RoutingRule};
+use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, RoutingRule};
 use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
@@ -13,13 +13,8 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
-    let rule = RoutingRule {
-        gating: Gating::Softmax,
-        n_used: sizes.n_used,
-        normalise: false,
-        scale: file.expert_weights_scale()?,
-        selection_bias: None,
-    };
+    let rule =
+        RoutingRule { n_used: sizes.n_used, scale: file.expert_weights_scale()?, ..RoutingRule::default() };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
         mixer: Mixer::Attention(Attention {

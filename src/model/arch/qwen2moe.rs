@@ -1,7 +1,7 @@
 //! Qwen2-MoE: biases on q, k and v, an expert that every token goes to through a gate of its own, weights of the
 //! chosen experts left as the softmax gave them.
 
-use crate::model::parts::{Attention, Ffn, Gating, Layer, Mixer, Pairing, Routed, RoutingRule};
+use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, Routed, RoutingRule};
 use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
@@ -29,13 +29,8 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> Result<Layer, ModelError> {
-    let rule = RoutingRule {
-        gating: Gating::Softmax,
-        n_used: sizes.n_used,
-        normalise: false,
-        scale: file.expert_weights_scale()?,
-        selection_bias: None,
-    };
+    let rule =
+        RoutingRule { n_used: sizes.n_used, scale: file.expert_weights_scale()?, ..RoutingRule::default() };
     let shared = Some(file.gated_shared(at, sizes.n_embd, widths.shared)?);
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,

@@ -1,5 +1,7 @@
 //! Causal attention in f32, one piece of work per row and query head.
 
+use std::ops::Range;
+
 use super::ForwardError;
 use super::memory::{Head, KvCache};
 use super::rope::Angles;
@@ -43,9 +45,15 @@ pub(super) fn run(
     for_each_chunk(executor, &mut heads, head_dim, &|piece, out| {
         let (row, head) = (piece / n_head, piece % n_head);
         let query = &q[piece * head_dim..(piece + 1) * head_dim];
-        attend(query, cache.head(head / group), position + row + 1, attention.scale, out);
+        let last = position + row + 1;
+        let seen = attention.window.map_or(0, |window| last.saturating_sub(window))..last;
+        let sink = attention.sinks.as_ref().map(|sinks| sinks[head]);
+        attend(query, cache.head(head / group), seen, attention.scale, sink, out);
     });
     executor.linear(view(&heads, q_width)?, &mut [Product { weight: attention.output, out }])?;
+    if let Some(bias) = &attention.output_bias {
+        add_to_each(out, bias);
+    }
     Ok(())
 }
 
@@ -65,19 +73,21 @@ fn norm_and_rotate(
     });
 }
 
-/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the first `n` positions, `j` ascending.
-fn attend(query: &[f32], past: &Head, n: usize, scale: f32, out: &mut [f32]) {
+/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the positions `seen`, `j` ascending. A sink is one more
+/// score, whose value is zero.
+fn attend(query: &[f32], past: &Head, seen: Range<usize>, scale: f32, sink: Option<f32>, out: &mut [f32]) {
     let head_dim = query.len();
-    let keys = past.keys.chunks_exact(head_dim).take(n);
+    let rows = seen.start * head_dim..seen.end * head_dim;
+    let keys = past.keys[rows.clone()].chunks_exact(head_dim);
     let mut scores: Vec<f32> = keys.map(|key| dot(query, key) * scale).collect();
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0f64;
+    let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = sink.map_or(0.0, |sink| f64::from((sink - max).exp()));
     for score in &mut scores {
         *score = (*score - max).exp();
         sum += f64::from(*score);
     }
     out.fill(0.0);
-    add_weighted(out, &scores, &past.values);
+    add_weighted(out, &scores, &past.values[rows]);
     let scale = (1.0 / sum) as f32;
     out.iter_mut().for_each(|out| *out *= scale);
 }

@@ -6,25 +6,20 @@ use crate::model::parts::{Pairing, Rope};
 #[derive(Debug)]
 pub(super) struct Angles {
     rope: Rope,
-    /// `[m, n_rot / 2]`: cosine, sine.
+    /// `[m, n_pairs]`: cosine, sine.
     turns: Vec<(f32, f32)>,
 }
 
 impl Angles {
-    /// For positions `first..first + m`. Pair `p` turns by `position · base^(−2p / n_rot)`, in f64: at
-    /// position 100,000 an angle in f32 is off by a hundredth.
+    /// For positions `first..first + m`, in f64: at position 100,000 an angle in f32 is off by a hundredth.
     pub fn new(rope: &Rope, first: usize, m: usize) -> Angles {
-        let n = rope.n_rot as f64;
-        let speeds: Vec<f64> =
-            (0..rope.n_rot / 2).map(|p| f64::from(rope.base).powf(-2.0 * p as f64 / n)).collect();
-        let turn = |position: f64, speed: &f64| {
-            let (sine, cosine) = (position * speed).sin_cos();
-            (cosine as f32, sine as f32)
+        let magnitude = f64::from(rope.magnitude);
+        let turn = |position: usize, speed: &f64| {
+            let (sine, cosine) = (position as f64 * speed).sin_cos();
+            ((cosine * magnitude) as f32, (sine * magnitude) as f32)
         };
-        let turns = (first..first + m).flat_map(|position| {
-            let position = position as f64 * f64::from(rope.position_scale);
-            speeds.iter().map(move |speed| turn(position, speed))
-        });
+        let turns = (first..first + m)
+            .flat_map(|position| rope.speeds.iter().map(move |speed| turn(position, speed)));
         Angles { turns: turns.collect(), rope: rope.clone() }
     }
 
@@ -33,9 +28,9 @@ impl Angles {
         self.rope == *rope
     }
 
-    /// Rotates every head of row `row` of the call; what is beyond `n_rot` stays.
+    /// Rotates every head of row `row` of the call; what is beyond the pairs stays.
     pub fn rotate(&self, row: usize, heads: &mut [f32], head_dim: usize) {
-        let half = self.rope.n_rot / 2;
+        let half = self.rope.speeds.len();
         let turns = &self.turns[row * half..(row + 1) * half];
         for head in heads.chunks_exact_mut(head_dim) {
             match self.rope.pairing {
@@ -59,8 +54,8 @@ impl Angles {
 mod tests {
     use super::*;
 
-    fn turned(pairing: Pairing, position_scale: f32, position: usize) -> Vec<f32> {
-        let rope = Rope { pairing, n_rot: 4, base: 100.0, position_scale };
+    fn turned(pairing: Pairing, magnitude: f32, position: usize) -> Vec<f32> {
+        let rope = Rope { pairing, speeds: vec![1.0, 0.1], magnitude };
         let mut head = vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
         Angles::new(&rope, position - 1, 2).rotate(1, &mut head, 6);
         head
@@ -97,10 +92,13 @@ mod tests {
     }
 
     #[test]
-    fn a_scaled_position_is_a_smaller_position() {
+    fn a_magnitude_is_that_of_what_turns_and_of_nothing_else() {
         for pairing in [Pairing::Halves, Pairing::Neighbours] {
-            assert_eq!(turned(pairing, 0.25, 12), turned(pairing, 1.0, 3));
-            assert_ne!(turned(pairing, 0.25, 12), turned(pairing, 1.0, 12));
+            let (plain, longer) = (turned(pairing, 1.0, 3), turned(pairing, 1.5, 3));
+            let expected = plain.iter().enumerate().map(|(i, x)| if i < 4 { x * 1.5 } else { *x });
+            for (ours, expected) in longer.iter().zip(expected) {
+                assert!((ours - expected).abs() < 1e-5, "{ours} {expected}");
+            }
         }
     }
 }

@@ -14,7 +14,8 @@ pub(super) fn choose(rule: &RoutingRule, n_expert: usize, logits: &[f32], routin
     routing.experts.clear();
     routing.weights.clear();
     // What the expert is ranked by, its weight, its number.
-    let mut ranked: Vec<(f32, f32, u32)> = Vec::with_capacity(n_expert);
+    type Ranked = (f32, f32, u32);
+    let mut ranked: Vec<Ranked> = Vec::with_capacity(n_expert);
     for row in logits.chunks_exact(n_expert) {
         ranked.clear();
         match rule.gating {
@@ -23,21 +24,28 @@ pub(super) fn choose(rule: &RoutingRule, n_expert: usize, logits: &[f32], routin
                 let p = sigmoid(*logit);
                 (p, p, expert)
             })),
+            Gating::SoftmaxOfChosen => {
+                ranked.extend(row.iter().zip(0..).map(|(logit, expert)| (*logit, *logit, expert)));
+            }
         }
         if let Some(bias) = &rule.selection_bias {
             ranked.iter_mut().zip(bias).for_each(|((score, ..), bias)| *score += bias);
         }
-        type Ranked = (f32, f32, u32);
         let best_first = |a: &Ranked, b: &Ranked| b.0.total_cmp(&a.0).then(a.2.cmp(&b.2));
         if rule.n_used < n_expert {
             ranked.select_nth_unstable_by(rule.n_used, best_first);
         }
         let chosen = &mut ranked[..rule.n_used];
         chosen.sort_unstable_by(best_first);
+        if rule.gating == Gating::SoftmaxOfChosen {
+            let logits: Vec<f32> = chosen.iter().map(|(_, logit, _)| *logit).collect();
+            chosen.iter_mut().zip(softmax(&logits)).for_each(|((_, weight, _), p)| *weight = p);
+        }
         let sum: f32 = chosen.iter().map(|(_, weight, _)| weight).sum();
         let divisor = if rule.normalise { sum.max(LEAST_SUM) } else { 1.0 };
         routing.experts.extend(chosen.iter().map(|(.., expert)| ExpertId(*expert)));
-        routing.weights.extend(chosen.iter().map(|(_, weight, _)| weight / divisor * rule.scale));
+        let scale = rule.scale.unwrap_or(1.0);
+        routing.weights.extend(chosen.iter().map(|(_, weight, _)| weight / divisor * scale));
     }
 }
 

@@ -1,0 +1,64 @@
+//! What mixes positions: attention and its kin.
+
+use super::{Reader, Sizes, in_layer};
+use crate::model::ModelError;
+use crate::model::parts::{Attention, Pairing, ShortConv};
+use crate::units::LayerId;
+
+impl Reader<'_> {
+    /// Plain attention without norms: `attn_q`, `attn_k`, `attn_v`, `attn_output`, scores over `√head_dim`.
+    pub fn attention(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        pairing: Pairing,
+    ) -> Result<Attention, ModelError> {
+        let &Sizes { n_embd, n_head, head_dim, .. } = sizes;
+        let n_head_kv = sizes.n_head_kv(at);
+        if n_head_kv == 0 || !n_head.is_multiple_of(n_head_kv) {
+            return Err(self.setting("attention.head_count_kv", n_head_kv, format!("a divisor of {n_head}")));
+        }
+        let (q_width, kv_width) = (n_head * head_dim, n_head_kv * head_dim);
+        Ok(Attention {
+            q: self.matrix(&in_layer(at, "attn_q"), n_embd, q_width)?,
+            k: self.matrix(&in_layer(at, "attn_k"), n_embd, kv_width)?,
+            v: self.matrix(&in_layer(at, "attn_v"), n_embd, kv_width)?,
+            output: self.matrix(&in_layer(at, "attn_output"), q_width, n_embd)?,
+            n_head,
+            n_head_kv,
+            head_dim,
+            biases: None,
+            output_bias: None,
+            q_norm: None,
+            k_norm: None,
+            rope: self.rope(pairing, head_dim)?,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            sinks: None,
+            window: None,
+        })
+    }
+
+    /// `attn_q.bias`, `attn_k.bias` and `attn_v.bias`; none where the first is missing.
+    pub fn qkv_biases(&mut self, at: LayerId, sizes: &Sizes) -> Result<Option<[Vec<f32>; 3]>, ModelError> {
+        let name = |part: &str| format!("blk.{at}.attn_{part}.bias");
+        if self.source.find(&name("q")).is_none() {
+            return Ok(None);
+        }
+        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv(at) * sizes.head_dim);
+        Ok(Some([
+            self.f32_values(&name("q"), &[q_width])?,
+            self.f32_values(&name("k"), &[kv_width])?,
+            self.f32_values(&name("v"), &[kv_width])?,
+        ]))
+    }
+
+    /// A short convolution: `shortconv.in_proj`, `shortconv.conv`, `shortconv.out_proj`.
+    pub fn short_conv(&mut self, at: LayerId, n_embd: usize, n_taps: usize) -> Result<ShortConv, ModelError> {
+        Ok(ShortConv {
+            in_proj: self.matrix(&in_layer(at, "shortconv.in_proj"), n_embd, 3 * n_embd)?,
+            taps: self.f32_values(&in_layer(at, "shortconv.conv"), &[n_taps, n_embd])?,
+            n_taps,
+            out_proj: self.matrix(&in_layer(at, "shortconv.out_proj"), n_embd, n_embd)?,
+        })
+    }
+}

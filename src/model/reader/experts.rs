@@ -1,0 +1,70 @@
+//! Feed-forward networks: routed experts, shared ones and dense.
+
+use super::{Reader, Sizes, in_layer};
+use crate::executor::{ExpertBank, Weight};
+use crate::model::ModelError;
+use crate::model::parts::{Dense, Routed, RoutingRule, Shared};
+use crate::units::LayerId;
+
+impl Reader<'_> {
+    /// `exp_probs_b.bias`: what is added to the experts' scores to choose among them.
+    pub fn selection_bias(&mut self, at: LayerId, n_expert: usize) -> Result<Vec<f32>, ModelError> {
+        self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
+    }
+
+    /// The router and the stacked experts of a layer.
+    pub fn routed(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        n_ff: usize,
+        rule: RoutingRule,
+    ) -> Result<Routed, ModelError> {
+        let &Sizes { n_embd, n_expert, .. } = sizes;
+        let router = self.f32_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
+        let bank = ExpertBank::new(
+            self.stack(&in_layer(at, "ffn_gate_exps"), n_embd, n_ff, n_expert)?,
+            self.stack(&in_layer(at, "ffn_up_exps"), n_embd, n_ff, n_expert)?,
+            self.stack(&in_layer(at, "ffn_down_exps"), n_ff, n_embd, n_expert)?,
+        );
+        self.weights.set_bank(at, bank);
+        Ok(Routed { router, n_expert, n_ff, rule, shared: None })
+    }
+
+    /// The dense FFN whose tensors are named `ffn_<projection><suffix>`.
+    pub fn dense(
+        &mut self,
+        at: LayerId,
+        suffix: &str,
+        n_embd: usize,
+        n_ff: usize,
+    ) -> Result<Dense, ModelError> {
+        let name = |projection: &str| in_layer(at, &format!("ffn_{projection}{suffix}"));
+        Ok(Dense {
+            gate: self.matrix(&name("gate"), n_embd, n_ff)?,
+            up: self.matrix(&name("up"), n_embd, n_ff)?,
+            down: self.matrix(&name("down"), n_ff, n_embd)?,
+            n_ff,
+        })
+    }
+
+    /// The shared expert with a gate of its own.
+    pub fn gated_shared(&mut self, at: LayerId, n_embd: usize, n_ff: usize) -> Result<Shared, ModelError> {
+        let gate = self.f32_matrix(&in_layer(at, "ffn_gate_inp_shexp"), n_embd, 1)?;
+        Ok(Shared { ffn: self.dense(at, "_shexp", n_embd, n_ff)?, gate: Some(gate) })
+    }
+
+    /// The matrices of a stacked tensor, one after the other.
+    fn stack(&mut self, name: &str, n_in: usize, n_out: usize, n: usize) -> Result<Vec<Weight>, ModelError> {
+        let tensor = self.tensor(name, &[n_in, n_out, n])?;
+        let len = tensor.place.len / n as u64;
+        (0..n as u64)
+            .map(|expert| {
+                // The parts of a place end where it ends.
+                let place = tensor.place.part(expert * len, len)?;
+                Some(Weight { place, dtype: tensor.dtype, n_in, n_out })
+            })
+            .collect::<Option<_>>()
+            .ok_or_else(|| ModelError::MissingTensor(name.to_owned()))
+    }
+}
