@@ -69,6 +69,11 @@ impl WeightTable {
         self.banks.get(layer.index())?.as_ref()
     }
 
+    /// The same, to be added to.
+    pub(crate) fn bank_mut(&mut self, layer: LayerId) -> Option<&mut ExpertBank> {
+        self.banks.get_mut(layer.index())?.as_mut()
+    }
+
     /// The layers that have experts, in order.
     pub fn banks(&self) -> impl Iterator<Item = (LayerId, &ExpertBank)> {
         self.banks.iter().enumerate().filter_map(|(i, bank)| Some((LayerId(i as u32), bank.as_ref()?)))

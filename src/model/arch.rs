@@ -1,5 +1,6 @@
 //! The families: one file each, one line each in the registry.
 
+mod gpt_oss;
 mod granitemoe;
 mod lfm2moe;
 mod llama;
@@ -19,6 +20,7 @@ pub(super) struct Family {
 }
 
 const FAMILIES: &[Family] = &[
+    Family { name: "gpt-oss", describe: gpt_oss::describe },
     Family { name: "granitemoe", describe: granitemoe::describe },
     Family { name: "lfm2moe", describe: lfm2moe::describe },
     Family { name: "llama", describe: llama::describe },

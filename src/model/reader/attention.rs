@@ -3,6 +3,7 @@
 use super::{Reader, Sizes, in_layer};
 use crate::model::ModelError;
 use crate::model::parts::{Attention, Pairing, ShortConv};
+use crate::tensor::Value;
 use crate::units::LayerId;
 
 impl Reader<'_> {
@@ -50,6 +51,37 @@ impl Reader<'_> {
             self.f32_values(&name("k"), &[kv_width])?,
             self.f32_values(&name("v"), &[kv_width])?,
         ]))
+    }
+
+    /// `blk.<layer>.<part>.bias`, which must be there.
+    pub fn bias(&mut self, at: LayerId, part: &str, n_out: usize) -> Result<Vec<f32>, ModelError> {
+        self.f32_values(&format!("blk.{at}.{part}.bias"), &[n_out])
+    }
+
+    /// `attn_sinks`: a score of each head that belongs to no position.
+    pub fn sinks(&mut self, at: LayerId, n_head: usize) -> Result<Vec<f32>, ModelError> {
+        self.f32_values(&in_layer(at, "attn_sinks"), &[n_head])
+    }
+
+    /// How far a layer sees: `attention.sliding_window` positions in all but the last of every `period` layers, unless
+    /// the file states the pattern, as a period or as a yes or no for each layer.
+    pub fn window(&self, at: LayerId, n_layer: usize, period: usize) -> Result<Option<usize>, ModelError> {
+        const PATTERN: &str = "attention.sliding_window_pattern";
+        let window = self.count_or_zero("attention.sliding_window")?;
+        let is_windowed = match self.metadata().get(&self.key(PATTERN)) {
+            Some(Value::Array(each)) => match each.get(at.index()) {
+                Some(Value::Bool(is_windowed)) if each.len() == n_layer => *is_windowed,
+                _ => {
+                    let found = format!("{} values", each.len());
+                    return Err(self.setting(PATTERN, found, format!("{n_layer}, each true or false")));
+                }
+            },
+            _ => {
+                let period = self.optional_count(PATTERN)?.unwrap_or(period);
+                !(at.index() + 1).is_multiple_of(period)
+            }
+        };
+        Ok((is_windowed && window > 0).then_some(window))
     }
 
     /// A short convolution: `shortconv.in_proj`, `shortconv.conv`, `shortconv.out_proj`.

@@ -1,7 +1,7 @@
 //! Feed-forward networks: routed experts, shared ones and dense.
 
 use super::{Reader, Sizes, in_layer};
-use crate::executor::{ExpertBank, Weight};
+use crate::executor::{Activation, ExpertBank, ExpertBiases, Weight};
 use crate::model::ModelError;
 use crate::model::parts::{Dense, Routed, RoutingRule, Shared};
 use crate::units::LayerId;
@@ -29,6 +29,34 @@ impl Reader<'_> {
         );
         self.weights.set_bank(at, bank);
         Ok(Routed { router, n_expert, n_ff, rule, shared: None })
+    }
+
+    /// What the experts of a layer, read before, do between their projections.
+    pub fn set_activation(&mut self, at: LayerId, activation: Activation) {
+        if let Some(bank) = self.weights.bank_mut(at) {
+            bank.activation = activation;
+        }
+    }
+
+    /// `ffn_{gate,up,down}_exps.bias` of a layer whose experts are read; gate and up may be fused, gate first.
+    pub fn read_expert_biases(&mut self, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<(), ModelError> {
+        let &Sizes { n_embd, n_expert, .. } = sizes;
+        let name = |projection: &str| format!("blk.{at}.ffn_{projection}_exps.bias");
+        let is_fused = self.source.find(&name("gate_up")).is_some();
+        let mut stack =
+            |projection: &str, n_out: usize| self.f32_values(&name(projection), &[n_out, n_expert]);
+        let (gate, up) = if is_fused {
+            let fused = stack("gate_up", 2 * n_ff)?;
+            let half = |first: usize| fused.chunks_exact(n_ff).skip(first).step_by(2).flatten().copied();
+            (half(0).collect(), half(1).collect())
+        } else {
+            (stack("gate", n_ff)?, stack("up", n_ff)?)
+        };
+        let biases = ExpertBiases { gate, up, down: stack("down", n_embd)? };
+        if let Some(bank) = self.weights.bank_mut(at) {
+            bank.biases = Some(biases);
+        }
+        Ok(())
     }
 
     /// The dense FFN whose tensors are named `ffn_<projection><suffix>`.
