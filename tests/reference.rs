@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use orkpack::bytes::{Io, Limits};
@@ -17,7 +17,7 @@ use orkpack::executor::Executor;
 use orkpack::executor::cpu::{CpuExecutor, KernelMode};
 use orkpack::gguf::GgufFile;
 use orkpack::model::evaluate::{argmax, perplexity};
-use orkpack::model::{Model, ModelError, State, Wanted, forward, forward_traced};
+use orkpack::model::{Model, State, Wanted, forward, forward_traced};
 use orkpack::tensor::TensorSource;
 use orkpack::threads::Pool;
 use orkpack::tokenizer::{Special, Tokenizer};
@@ -26,94 +26,7 @@ use serde_json::Value;
 use crate::support::fixture;
 use crate::support::naive_executor::NaiveExecutor;
 use crate::support::recorder::Recorder;
-
-/// A model with what llama.cpp says of it.
-struct Reference {
-    path: PathBuf,
-    json: Value,
-    file: Arc<GgufFile>,
-    model: Model,
-}
-
-impl Reference {
-    /// `None` where the family or an element type is none of ours.
-    fn open(path: &Path) -> Option<Reference> {
-        let file = GgufFile::open(path, Io::Map, &Limits::default()).unwrap();
-        let model = match Model::describe(&file) {
-            Ok(model) => model,
-            Err(ModelError::Architecture { .. } | ModelError::Unsupported { .. }) => return None,
-            Err(other) => panic!("{}: {other}", path.display()),
-        };
-        let json = serde_json::from_slice(&fs::read(path.with_extension("json")).unwrap()).unwrap();
-        Some(Reference { path: path.to_owned(), json, file: Arc::new(file), model })
-    }
-
-    fn name(&self) -> &str {
-        self.path.file_stem().and_then(|stem| stem.to_str()).unwrap()
-    }
-
-    fn is_f32(&self) -> bool {
-        self.json["type"] == "F32"
-    }
-
-    /// What the file's weights give in f32: the run itself, or that of the dequantised weights.
-    fn exact(&self) -> &Value {
-        if self.is_f32() { &self.json } else { &self.json["dequantized_f32"] }
-    }
-
-    fn exact_logits(&self) -> Vec<f32> {
-        self.floats(if self.is_f32() { "logits.f32" } else { "deq.logits.f32" })
-    }
-
-    fn floats(&self, extension: &str) -> Vec<f32> {
-        let bytes = fs::read(self.path.with_extension(extension)).unwrap();
-        bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
-    }
-
-    /// What the reference chose with its own rounding, `[layer][position][slot]`.
-    fn choices(&self) -> Vec<Vec<Vec<u32>>> {
-        let layer = |layer: usize| &self.json["routing"][layer.to_string()]["topk"];
-        let rows = |topk: &Value| topk.as_array().map_or(Vec::new(), |rows| rows.iter().map(ids).collect());
-        (0..self.model.n_layer()).map(|at| rows(layer(at))).collect()
-    }
-
-    fn prompt(&self) -> Vec<u32> {
-        ids(&self.json["prompt_tokens"])
-    }
-}
-
-/// The executor of the runtime. One thread each: the tests themselves run side by side.
-fn executor(file: &Arc<GgufFile>, model: &Model, mode: KernelMode) -> CpuExecutor {
-    CpuExecutor::new(file.clone(), model.weights().clone(), Arc::new(Pool::new(1)), mode).unwrap()
-}
-
-fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
-}
-
-fn floats(value: &Value) -> Vec<f64> {
-    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
-}
-
-/// The bundled reference models, all of which we can run, and those of `ORKPACK_REFERENCE` that we can.
-fn references() -> Vec<Reference> {
-    let bundled = models(&fixture("models/reference"));
-    let found: Vec<Reference> = bundled.iter().filter_map(|path| Reference::open(path)).collect();
-    assert_eq!(found.len(), bundled.len());
-    let more = std::env::var_os("ORKPACK_REFERENCE").map(|folder| models(Path::new(&folder)));
-    let more = more.unwrap_or_default();
-    found.into_iter().chain(more.iter().filter_map(|path| Reference::open(path))).collect()
-}
-
-fn models(folder: &Path) -> Vec<PathBuf> {
-    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let is_model = |path: &PathBuf| {
-        path.extension().is_some_and(|e| e == "gguf") && path.with_extension("json").exists()
-    };
-    let mut models: Vec<PathBuf> = files.filter(is_model).collect();
-    models.sort();
-    models
-}
+use crate::support::reference::{Reference, executor, floats, ids, references};
 
 fn furthest(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
@@ -201,16 +114,14 @@ fn flips(choices: &[Vec<Vec<u32>>], expected: &Value) -> Vec<f64> {
     flips.into_values().collect()
 }
 
-/// Everything about a model that arithmetic in f32 determines.
-fn check_exact(reference: &Reference, executor: &mut dyn Executor) {
+/// Everything about a model that arithmetic in f32 determines. Gives how far logits and hidden states are apart.
+fn check_exact(reference: &Reference, executor: &mut dyn Executor) -> (f32, Option<f32>) {
     let (name, model, expected) = (reference.name(), &reference.model, reference.exact());
     let run = Run::new(reference, executor);
-    let far = furthest(run.last_logits(model), &reference.exact_logits());
-    assert!(far < 1e-3, "{name}: logits are {far} apart");
-    if reference.is_f32() {
-        let far = furthest(&run.hidden, &reference.floats("hidden.f32"));
-        assert!(far < 1e-3, "{name}: hidden states are {far} apart");
-    }
+    let logits = furthest(run.last_logits(model), &reference.exact_logits());
+    assert!(logits < 1e-3, "{name}: logits are {logits} apart");
+    let hidden = reference.is_f32().then(|| furthest(&run.hidden, &reference.floats("hidden.f32")));
+    assert!(hidden.is_none_or(|hidden| hidden < 1e-3), "{name}: hidden states are {hidden:?} apart");
     assert_eq!(
         run.rows(model).map(argmax).collect::<Vec<_>>(),
         ids(&expected["argmax_per_position"]),
@@ -219,37 +130,104 @@ fn check_exact(reference: &Reference, executor: &mut dyn Executor) {
     let flips = run.flips(expected);
     assert!(flips.iter().all(|margin| *margin < 1e-5), "{name}: {flips:?}");
     assert!(run.check_greedy(name, expected, 2e-3) > 4, "{name}");
-}
-
-#[test]
-fn dequantised_weights_in_f32_give_the_reference_logits() {
-    let references = references();
-    for reference in &references {
-        check_exact(reference, &mut NaiveExecutor::new(&*reference.file, reference.model.weights()));
-        check_exact(reference, &mut executor(&reference.file, &reference.model, KernelMode::Exact));
-    }
-    println!("{} reference models ran", references.len());
+    (logits, hidden)
 }
 
 /// Rounding activations to 8 bits moves logits; nobody's rounding is the right one, so ours is held to what
-/// llama.cpp's own costs it.
+/// llama.cpp's own costs it. Gives both, as root mean squares.
+fn check_fast(reference: &Reference) -> (f64, f64) {
+    let (name, expected) = (reference.name(), reference.exact());
+    let run = Run::new(reference, &mut executor(&reference.file, &reference.model, KernelMode::Fast));
+    let (ours, exact) = (run.last_logits(&reference.model), reference.exact_logits());
+    let squares: f64 = ours.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    let rms = (squares / exact.len() as f64).sqrt();
+    let theirs = expected["rms_diff_logits"].as_f64().unwrap();
+    assert!(rms <= 2.0 * theirs, "{name}: rms {rms}, theirs {theirs}");
+    // A choice may go another way where two experts are nearly tied, or as far as the reference's own go.
+    let flips = run.flips(expected);
+    let n_theirs = expected["topk_sets_differing"].as_u64().unwrap() as usize;
+    let furthest = self::flips(&reference.choices(), expected).into_iter().fold(0.05, f64::max);
+    assert!(flips.len() <= 2 * n_theirs + 2, "{name}: {flips:?}, theirs {n_theirs}");
+    assert!(flips.iter().all(|margin| *margin <= furthest), "{name}: {flips:?}");
+    (rms, theirs)
+}
+
+/// What a row of docs/models.md says of the models of one family and type.
+#[derive(Clone, Copy, Default)]
+struct Found {
+    n_models: usize,
+    logits: f32,
+    hidden: f32,
+    rms: f64,
+    rms_theirs: f64,
+}
+
+/// Runs every model that is there. With `ORKPACK_WRITE_DOCS` the findings become docs/models.md; else they may be no
+/// worse than what it says.
 #[test]
-fn quantised_activations_cost_no_more_than_in_the_reference() {
-    for reference in references().iter().filter(|reference| !reference.is_f32()) {
-        let (name, expected) = (reference.name(), reference.exact());
-        let run = Run::new(reference, &mut executor(&reference.file, &reference.model, KernelMode::Fast));
-        let (ours, exact) = (run.last_logits(&reference.model), reference.exact_logits());
-        let squares: f64 = ours.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-        let rms = (squares / exact.len() as f64).sqrt();
-        let theirs = expected["rms_diff_logits"].as_f64().unwrap();
-        assert!(rms <= 2.0 * theirs, "{name}: rms {rms}, theirs {theirs}");
-        // A choice may go another way where two experts are nearly tied, or as far as the reference's own go.
-        let flips = run.flips(expected);
-        let n_theirs = expected["topk_sets_differing"].as_u64().unwrap() as usize;
-        let furthest = self::flips(&reference.choices(), expected).into_iter().fold(0.05, f64::max);
-        assert!(flips.len() <= 2 * n_theirs + 2, "{name}: {flips:?}, theirs {n_theirs}");
-        assert!(flips.iter().all(|margin| *margin <= furthest), "{name}: {flips:?}");
+fn every_reference_model_agrees() {
+    let references = references();
+    let mut found: BTreeMap<(String, String), Found> = BTreeMap::new();
+    for reference in &references {
+        let naive = &mut NaiveExecutor::new(&*reference.file, reference.model.weights());
+        let exact = &mut executor(&reference.file, &reference.model, KernelMode::Exact);
+        let runs = [check_exact(reference, naive), check_exact(reference, exact)];
+        let fast = if reference.is_f32() { (0.0, 0.0) } else { check_fast(reference) };
+        let key = (reference.model.architecture().to_owned(), reference.dtype().to_owned());
+        let row = found.entry(key).or_default();
+        row.n_models += 1;
+        for (logits, hidden) in runs {
+            row.logits = row.logits.max(logits);
+            row.hidden = row.hidden.max(hidden.unwrap_or(0.0));
+        }
+        (row.rms, row.rms_theirs) = (row.rms.max(fast.0), row.rms_theirs.max(fast.1));
     }
+    println!("{} reference models ran", references.len());
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/models.md");
+    if std::env::var_os("ORKPACK_WRITE_DOCS").is_some() {
+        let said = fs::read_to_string(&path).unwrap();
+        fs::write(&path, document(&said, &found)).unwrap();
+    }
+    let said = fs::read_to_string(&path).unwrap();
+    for ((family, dtype), row) in &found {
+        let Found { logits, hidden, .. } = row;
+        let row = said.lines().find_map(|line| {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+            (cells[0] == format!("`{family}`") && cells.get(1) == Some(&dtype.as_str())).then_some(cells)
+        });
+        let row = row.unwrap_or_else(|| panic!("docs/models.md has no row for {family} {dtype}"));
+        let most = |column: usize| row[column].trim_start_matches("≤ ").parse::<f32>().unwrap_or(0.0);
+        assert!(*logits <= most(3) && *hidden <= most(4), "{family} {dtype}: {logits}, {hidden}: {row:?}");
+    }
+}
+
+/// docs/models.md: its head as it is, and the table anew.
+fn document(said: &str, found: &BTreeMap<(String, String), Found>) -> String {
+    let head = said.split_once("\n| family").map_or(said, |(head, _)| head);
+    let mut text = format!(
+        "{head}\n| family | type | models | logits | hidden states | 8-bit activations | llama.cpp's |\n\
+         |---|---|--:|--:|--:|--:|--:|\n"
+    );
+    let bound = |far: f32| format!("≤ {:.0e}", round_up(far));
+    let rms = |rms: f64| if rms > 0.0 { format!("{rms:.3}") } else { "–".to_owned() };
+    for ((family, dtype), row) in found {
+        let hidden = if row.hidden > 0.0 { bound(row.hidden) } else { "–".to_owned() };
+        text += &format!(
+            "| `{family}` | {dtype} | {} | {} | {hidden} | {} | {} |\n",
+            row.n_models,
+            bound(row.logits),
+            rms(row.rms),
+            rms(row.rms_theirs)
+        );
+    }
+    text
+}
+
+/// The next 1, 2 or 5 times a power of ten, with room for another machine's last bits.
+fn round_up(far: f32) -> f32 {
+    let far = 1.5 * far.max(1e-7);
+    let unit = 10f32.powf(far.log10().floor());
+    [1.0, 2.0, 5.0, 10.0].map(|digit| digit * unit).into_iter().find(|step| *step >= far).unwrap_or(far)
 }
 
 /// The bundled model in one quantisation, and what two implementations say of it.

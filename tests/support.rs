@@ -8,6 +8,7 @@ pub mod naive_executor;
 pub mod naive_forward;
 pub mod packs;
 pub mod recorder;
+pub mod reference;
 pub mod routed;
 pub mod schema;
 pub mod watch;

@@ -1,12 +1,12 @@
 //! The obvious executor: weights dequantised to f32, sums in f64, nothing shared with the real kernels.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use orkpack::blocks;
 use orkpack::executor::{
     Activation, Executor, ExecutorError, ExpertBiases, Product, Routing, Weight, WeightId, WeightTable,
 };
-use orkpack::tensor::{MatrixView, Place, Projection, TensorSource};
+use orkpack::tensor::{MatrixId, MatrixView, Place, Projection, TensorSource};
 use orkpack::units::LayerId;
 
 /// Computes from `source`; keeps what it has dequantised, so only for small models.
@@ -14,11 +14,13 @@ pub struct NaiveExecutor<'a> {
     source: &'a dyn TensorSource,
     weights: &'a WeightTable,
     dequantised: HashMap<Place, Vec<f32>>,
+    /// Expert matrices that are multiplied by the int8 contract, in floats.
+    pub hot: HashSet<MatrixId>,
 }
 
 impl<'a> NaiveExecutor<'a> {
     pub fn new(source: &'a dyn TensorSource, weights: &'a WeightTable) -> Self {
-        NaiveExecutor { source, weights, dequantised: HashMap::new() }
+        NaiveExecutor { source, weights, dequantised: HashMap::new(), hot: HashSet::new() }
     }
 
     /// `[n_out, n_in]`.
@@ -31,12 +33,37 @@ impl<'a> NaiveExecutor<'a> {
         })
     }
 
+    /// One matrix of an expert times one row.
+    fn expert(&mut self, id: MatrixId, x: &[f32]) -> Vec<f32> {
+        let weight = *self.weights.bank(id.layer).unwrap().weight(id.expert, id.projection).unwrap();
+        if !self.hot.contains(&id) {
+            return self.product(&weight, x);
+        }
+        let (x, x_scale) = round(x);
+        let rows = self.matrix(&weight).chunks_exact(weight.n_in);
+        rows.map(|row| {
+            let (row, scale) = round(row);
+            let sum: f64 = row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+            sum as f32 * (x_scale * scale)
+        })
+        .collect()
+    }
+
     fn product(&mut self, weight: &Weight, x: &[f32]) -> Vec<f32> {
         assert_eq!(x.len(), weight.n_in);
         let dot =
             |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum() };
         self.matrix(weight).chunks_exact(weight.n_in).map(|row| dot(row) as f32).collect()
     }
+}
+
+/// The integers nearest to a row whose largest is 127, as floats, and what one of them stands for.
+fn round(row: &[f32]) -> (Vec<f32>, f32) {
+    let max = row.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    if max == 0.0 {
+        return (vec![0.0; row.len()], 0.0);
+    }
+    (row.iter().map(|x| (x * (127.0 / max)).round_ties_even()).collect(), max / 127.0)
 }
 
 /// What becomes of one output of gate and one of up, written out once more.
@@ -79,20 +106,23 @@ impl Executor for NaiveExecutor<'_> {
         out.fill(0.0);
         for (row, out) in out.chunks_exact_mut(rows.n_cols()).enumerate() {
             for slot in row * routing.n_used..(row + 1) * routing.n_used {
-                let [gate, up, down] =
-                    Projection::ALL.map(|projection| bank.weight(routing.experts[slot], projection).unwrap());
+                let [gate, up, down] = Projection::ALL.map(|projection| MatrixId {
+                    layer,
+                    expert: routing.experts[slot],
+                    projection,
+                });
                 let expert = routing.experts[slot].index();
                 let bias = |list: fn(&ExpertBiases) -> &Vec<f32>, n: usize| match &bank.biases {
                     Some(biases) => list(biases)[expert * n..(expert + 1) * n].to_vec(),
                     None => vec![0.0; n],
                 };
                 let sum = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
-                let (n_ff, n_embd) = (gate.n_out, down.n_out);
-                let gate = sum(self.product(gate, rows.row(row)), bias(|b| &b.gate, n_ff));
-                let up = sum(self.product(up, rows.row(row)), bias(|b| &b.up, n_ff));
+                let (n_ff, n_embd) = (bank.gate[0].n_out, bank.down[0].n_out);
+                let gate = sum(self.expert(gate, rows.row(row)), bias(|b| &b.gate, n_ff));
+                let up = sum(self.expert(up, rows.row(row)), bias(|b| &b.up, n_ff));
                 let inner: Vec<f32> =
                     gate.iter().zip(&up).map(|(&gate, &up)| activate(bank.activation, gate, up)).collect();
-                let down = sum(self.product(down, &inner), bias(|b| &b.down, n_embd));
+                let down = sum(self.expert(down, &inner), bias(|b| &b.down, n_embd));
                 out.iter_mut().zip(down).for_each(|(out, down)| *out += routing.weights[slot] * down);
             }
         }

@@ -1,0 +1,127 @@
+//! Every family in a pack: some experts hot, all experts hot, the software NPU and the CPU to the bit, and a naive
+//! float model of the int8 contract within what its rounding allows.
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use orkpack::calibrate::{self, Cut};
+use orkpack::executor::Executor;
+use orkpack::executor::cpu::KernelMode;
+use orkpack::model::{Model, State, Wanted, forward};
+use orkpack::pack::Pack;
+use orkpack::plan::Plan;
+use orkpack::runtime::{Calls, DeviceChoice, Options, Runtime, Session};
+use orkpack::tensor::MatrixId;
+
+use crate::support::models::{convert, folder, hits, request};
+use crate::support::naive_executor::NaiveExecutor;
+use crate::support::reference::{Reference, bundled, executor};
+
+/// A copy of the model with its routing statistics beside it, counted over its own prompt: not every family's text
+/// can be split into tokens yet.
+fn calibrated(reference: &Reference, folder: &Path) -> PathBuf {
+    let path = folder.join("model.gguf");
+    fs::copy(&reference.path, &path).unwrap();
+    let (model, prompt) = (&reference.model, [reference.prompt()]);
+    let mut cpu = executor(&reference.file, model, KernelMode::Fast);
+    let cut = Cut { window: 16, ..Cut::default() };
+    let counts =
+        calibrate::run(model, &mut cpu, &prompt, cut, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let fingerprint = model.fingerprint(&*reference.file).unwrap();
+    let statistics = counts.into_statistics(fingerprint, model.architecture(), "fast").unwrap();
+    fs::write(folder.join("model.routing.json"), statistics.to_json().unwrap()).unwrap();
+    path
+}
+
+fn packed(model: &Path, budget: u64) -> PathBuf {
+    let mut request = request(model, hits(budget));
+    request.output = model.with_extension(format!("{budget}.orkpack"));
+    convert(request).unwrap().1.output
+}
+
+/// Logits after every token, fed one at a time, and what was counted.
+fn logits(pack: &Path, device: DeviceChoice, tokens: &[u32]) -> (Vec<f32>, Calls) {
+    let options =
+        Options { device, kernel: KernelMode::Exact, threads: Some(1), strict: true, ..Options::default() };
+    let runtime = Runtime::open(pack, options).unwrap();
+    let mut session = Session::new(&runtime, runtime.engine().unwrap(), tokens.len(), 1);
+    let logits = tokens.iter().flat_map(|token| session.step(*token).unwrap().to_vec()).collect();
+    let counters = session.engine().counters().unwrap();
+    assert_eq!(counters.fallbacks, 0);
+    let account = counters.account;
+    assert!(account.programs > 0, "{device:?}: {account:?}");
+    assert_eq!(account.submissions > 0, device == DeviceChoice::Sim, "{device:?}: {account:?}");
+    (logits, counters.decode)
+}
+
+/// The matrices that decode keeps hot, in the contract's arithmetic: gate and up only together.
+fn hot_matrices(pack: &Path) -> Vec<MatrixId> {
+    let pack = Pack::open(pack, Default::default()).unwrap();
+    let cut = &pack.cuts().first().unwrap().experts;
+    let mut ranks = vec![0; cut.len()];
+    let placed = pack.placements().iter().filter_map(|placement| placement.matrix.expert());
+    let hot: Vec<MatrixId> = placed
+        .filter(|id| {
+            let rank = &mut ranks[id.layer.index()];
+            *rank += 1;
+            *rank <= cut[id.layer.index()]
+        })
+        .collect();
+    let whole = |id: &MatrixId| {
+        let other = match id.projection {
+            orkpack::tensor::Projection::Gate => orkpack::tensor::Projection::Up,
+            orkpack::tensor::Projection::Up => orkpack::tensor::Projection::Gate,
+            orkpack::tensor::Projection::Down => return true,
+        };
+        hot.contains(&MatrixId { projection: other, ..*id })
+    };
+    hot.iter().filter(|id| whole(id)).copied().collect()
+}
+
+fn naive_logits(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> Vec<f32> {
+    let (mut state, mut all, mut out) = (State::new(model, tokens.len()), Vec::new(), Vec::new());
+    for token in tokens {
+        forward(model, executor, &mut state, &[*token], Wanted::Last, &mut out).unwrap();
+        all.extend_from_slice(&out);
+    }
+    all
+}
+
+fn rms(a: &[f32], b: &[f32]) -> f64 {
+    let squares: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    (squares / a.len() as f64).sqrt()
+}
+
+/// What a pack of some budget is held to.
+fn check(reference: &Reference, pack: &Path, is_whole: bool) {
+    let (name, model, prompt) = (reference.name(), &reference.model, reference.prompt());
+    let (sim, calls) = logits(pack, DeviceChoice::Sim, &prompt);
+    let (cpu, _) = logits(pack, DeviceChoice::Cpu, &prompt);
+    let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
+    assert!(bits(&sim) == bits(&cpu), "{name}: the software NPU and the CPU disagree");
+    assert!(calls.hot_down > 0 && calls.hot_gate_up > 0, "{name}: {calls:?}");
+    assert_eq!(calls.hot_down == calls.all && calls.hot_gate_up == calls.all, is_whole, "{name}: {calls:?}");
+
+    let mut naive = NaiveExecutor::new(&*reference.file, model.weights());
+    let exact = naive_logits(model, &mut naive, &prompt);
+    naive.hot.extend(hot_matrices(pack));
+    let contract = naive_logits(model, &mut naive, &prompt);
+    let (ours, theirs, apart) = (rms(&sim, &exact), rms(&contract, &exact), rms(&sim, &contract));
+    println!("{name}: rms {ours:.4} from f32, the naive contract {theirs:.4}, {apart:.6} apart");
+    assert!(apart < ours / 20.0, "{name}");
+    assert!(ours < 1.1 * theirs, "{name}: int8 costs {ours}, the contract {theirs}");
+}
+
+#[test]
+fn some_hot_and_all_hot_run_on_the_software_npu() {
+    for reference in bundled().iter().filter(|reference| reference.dtype() == "Q8_0") {
+        let folder = folder();
+        let model = calibrated(reference, folder.path());
+        let all = packed(&model, 1 << 30);
+        check(reference, &all, true);
+        let plan = Plan::from_json(Pack::open(&all, Default::default()).unwrap().plan()).unwrap();
+        let some = packed(&model, plan.footprint.weight_bytes / 2);
+        check(reference, &some, false);
+    }
+}
