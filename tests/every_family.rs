@@ -2,35 +2,25 @@
 //! float model of the int8 contract within what its rounding allows.
 
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use orkpack::calibrate::{self, Cut};
 use orkpack::executor::Executor;
 use orkpack::executor::cpu::KernelMode;
 use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::Pack;
 use orkpack::plan::Plan;
 use orkpack::runtime::{Calls, DeviceChoice, Options, Runtime, Session};
-use orkpack::tensor::MatrixId;
 
-use crate::support::models::{convert, folder, hits, request};
-use crate::support::naive_executor::NaiveExecutor;
-use crate::support::reference::{Reference, bundled, executor};
+use crate::support::models::{calibrate_beside, convert, folder, hits, request};
+use crate::support::naive_executor::{NaiveExecutor, hot_matrices};
+use crate::support::reference::{Reference, bundled};
 
 /// A copy of the model with its routing statistics beside it, counted over its own prompt: not every family's text
 /// can be split into tokens yet.
 fn calibrated(reference: &Reference, folder: &Path) -> PathBuf {
     let path = folder.join("model.gguf");
     fs::copy(&reference.path, &path).unwrap();
-    let (model, prompt) = (&reference.model, [reference.prompt()]);
-    let mut cpu = executor(&reference.file, model, KernelMode::Fast);
-    let cut = Cut { window: 16, ..Cut::default() };
-    let counts =
-        calibrate::run(model, &mut cpu, &prompt, cut, &mut |_, _| ControlFlow::Continue(())).unwrap();
-    let fingerprint = model.fingerprint(&*reference.file).unwrap();
-    let statistics = counts.into_statistics(fingerprint, model.architecture(), "fast").unwrap();
-    fs::write(folder.join("model.routing.json"), statistics.to_json().unwrap()).unwrap();
+    calibrate_beside(&path, &reference.prompt());
     path
 }
 
@@ -53,30 +43,6 @@ fn logits(pack: &Path, device: DeviceChoice, tokens: &[u32]) -> (Vec<f32>, Calls
     assert!(account.programs > 0, "{device:?}: {account:?}");
     assert_eq!(account.submissions > 0, device == DeviceChoice::Sim, "{device:?}: {account:?}");
     (logits, counters.decode)
-}
-
-/// The matrices that decode keeps hot, in the contract's arithmetic: gate and up only together.
-fn hot_matrices(pack: &Path) -> Vec<MatrixId> {
-    let pack = Pack::open(pack, Default::default()).unwrap();
-    let cut = &pack.cuts().first().unwrap().experts;
-    let mut ranks = vec![0; cut.len()];
-    let placed = pack.placements().iter().filter_map(|placement| placement.matrix.expert());
-    let hot: Vec<MatrixId> = placed
-        .filter(|id| {
-            let rank = &mut ranks[id.layer.index()];
-            *rank += 1;
-            *rank <= cut[id.layer.index()]
-        })
-        .collect();
-    let whole = |id: &MatrixId| {
-        let other = match id.projection {
-            orkpack::tensor::Projection::Gate => orkpack::tensor::Projection::Up,
-            orkpack::tensor::Projection::Up => orkpack::tensor::Projection::Gate,
-            orkpack::tensor::Projection::Down => return true,
-        };
-        hot.contains(&MatrixId { projection: other, ..*id })
-    };
-    hot.iter().filter(|id| whole(id)).copied().collect()
 }
 
 fn naive_logits(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> Vec<f32> {
@@ -105,7 +71,7 @@ fn check(reference: &Reference, pack: &Path, is_whole: bool) {
 
     let mut naive = NaiveExecutor::new(&*reference.file, model.weights());
     let exact = naive_logits(model, &mut naive, &prompt);
-    naive.hot.extend(hot_matrices(pack));
+    naive.hot.extend(hot_matrices(&Pack::open(pack, Default::default()).unwrap()));
     let contract = naive_logits(model, &mut naive, &prompt);
     let (ours, theirs, apart) = (rms(&sim, &exact), rms(&contract, &exact), rms(&sim, &contract));
     println!("{name}: rms {ours:.4} from f32, the naive contract {theirs:.4}, {apart:.6} apart");

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use crate::calibrate::Origin;
 use crate::convert::FoundStatistics;
-use crate::plan::{Advice, Basis, Forecast, HitRate, Plan, Range, Regime};
+use crate::plan::{Advice, Basis, Forecast, HitRate, MatrixPlan, Plan, Range, Regime};
 use crate::units::Bytes;
 
 /// The plan for people; `source` says where its routing comes from.
@@ -14,6 +14,7 @@ pub fn plan(plan: &Plan, source: &str) -> String {
     let mut text = format!("{}\n\n", plan.verdict.sentence);
     text += &forecasts(plan);
     text += &residency(plan);
+    text += &shapes(plan);
     for note in &plan.notes {
         text += &format!("note: {note}\n");
     }
@@ -120,6 +121,37 @@ fn hit_rate(rate: &HitRate) -> String {
         percent(&rate.calibration),
         rate.lift
     )
+}
+
+/// How each shape of expert matrix fits the device, and what that costs.
+fn shapes(plan: &Plan) -> String {
+    let mut groups: Vec<(&MatrixPlan, usize)> = Vec::new();
+    for matrix in plan.layers.iter().flat_map(|layer| &layer.matrices) {
+        match groups.iter_mut().find(|(known, _)| *known == matrix) {
+            Some((_, n_layers)) => *n_layers += 1,
+            None => groups.push((matrix, 1)),
+        }
+    }
+    let mut text = String::new();
+    for (matrix, n_layers) in groups {
+        let MatrixPlan { projection, n_in, n_out, programs, tile_bytes } = matrix;
+        let layers = super::counted(n_layers as u64, "layer", "layers");
+        let padding = 1.0 - (*n_in as f64 * *n_out as f64) / (*tile_bytes).max(1) as f64;
+        let fit = match programs {
+            0 => "CPU only: no program can hold it".to_owned(),
+            1 => "one program".to_owned(),
+            n => format!("cut into {n} programs"),
+        };
+        let _ = write!(text, "{projection} of {layers}, row length K = {n_in}, N = {n_out} rows: {fit}");
+        if *programs > 0 {
+            let _ = write!(text, ", {} per expert", Bytes(*tile_bytes));
+        }
+        if *programs > 0 && padding > 0.0 {
+            let _ = write!(text, ", {:.1} % of it padding", 100.0 * padding);
+        }
+        text.push('\n');
+    }
+    text
 }
 
 fn layers(plan: &Plan) -> String {

@@ -1,7 +1,9 @@
 //! Small models and packs in a folder of their own, made by the library as a user would.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use orkpack::calibrate::{self, Cut};
 use orkpack::convert::{Choice, Outcome, Prepared, Request, StatisticsFrom, prepare};
 use orkpack::error::Error;
 use orkpack::pack::Existing;
@@ -60,6 +62,27 @@ pub fn request(model: &Path, choice: Choice) -> Request {
         n_threads: 2,
         keep_statistics: true,
     }
+}
+
+/// Counts routing over a few tokens and leaves it beside the model, so that converting need not read the built-in text.
+pub fn calibrate_beside(model: &Path, tokens: &[u32]) {
+    let options = Options { threads: Some(1), ..Options::default() };
+    let runtime = Runtime::open(model, options).unwrap();
+    let mut engine = runtime.reference().unwrap();
+    let cut = Cut { window: 16, ..Cut::default() };
+    let texts = [tokens.to_vec()];
+    let counts =
+        calibrate::run(
+            runtime.model(),
+            engine.executor(),
+            &texts,
+            cut,
+            &mut |_, _| ControlFlow::Continue(()),
+        );
+    let fingerprint = runtime.model().fingerprint(runtime.source()).unwrap();
+    let architecture = runtime.model().architecture();
+    let statistics = counts.unwrap().into_statistics(fingerprint, architecture, "fast").unwrap();
+    std::fs::write(model.with_extension("routing.json"), statistics.to_json().unwrap()).unwrap();
 }
 
 pub fn convert(request: Request) -> Result<(Prepared, Outcome), Error> {

@@ -6,6 +6,7 @@ use orkpack::blocks;
 use orkpack::executor::{
     Activation, Executor, ExecutorError, ExpertBiases, Product, Routing, Weight, WeightId, WeightTable,
 };
+use orkpack::pack::Pack;
 use orkpack::tensor::{MatrixId, MatrixView, Place, Projection, TensorSource};
 use orkpack::units::LayerId;
 
@@ -55,6 +56,23 @@ impl<'a> NaiveExecutor<'a> {
             |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum() };
         self.matrix(weight).chunks_exact(weight.n_in).map(|row| dot(row) as f32).collect()
     }
+}
+
+/// The matrices that decode keeps hot: gate and up only together.
+pub fn hot_matrices(pack: &Pack) -> Vec<MatrixId> {
+    let cut = pack.cut(1).unwrap();
+    let layers = (0..cut.experts.len()).map(|layer| LayerId(layer as u32));
+    let hot = layers.flat_map(|layer| pack.hot(cut, layer)).filter_map(|placed| placed.matrix.expert());
+    let hot: HashSet<MatrixId> = hot.collect();
+    let is_whole = |id: &&MatrixId| {
+        let twin = match id.projection {
+            Projection::Gate => Projection::Up,
+            Projection::Up => Projection::Gate,
+            Projection::Down => return true,
+        };
+        hot.contains(&MatrixId { projection: twin, ..**id })
+    };
+    hot.iter().filter(is_whole).copied().collect()
 }
 
 /// The integers nearest to a row whose largest is 127, as floats, and what one of them stands for.
