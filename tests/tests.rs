@@ -19,6 +19,7 @@ mod plan;
 mod quantize;
 mod reference;
 mod regression;
+mod routing;
 mod run;
 mod shapes;
 mod support;
