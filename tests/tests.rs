@@ -7,6 +7,7 @@ mod convert;
 mod demo;
 mod device;
 mod every_family;
+mod families;
 mod formats;
 mod gguf;
 mod hostile;

@@ -78,6 +78,11 @@ impl<'a> Reader<'a> {
         Reader { source, architecture, weights: WeightTable::default(), used: BTreeSet::new() }
     }
 
+    /// Whether there is a tensor of this name.
+    fn has(&self, name: &str) -> bool {
+        self.source.find(name).is_some()
+    }
+
     /// The tensor `name`, of exactly these dimensions and a type that can be computed. Counts as used.
     fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<&'a TensorInfo, ModelError> {
         let tensor = self.source.find(name).ok_or_else(|| ModelError::MissingTensor(name.to_owned()))?;

@@ -2,6 +2,8 @@
 
 use orkpack::tensor::{Dtype, Metadata, Place, SourceError, TensorInfo, TensorSource, Value};
 
+use super::gguf_builder::GgufBuilder;
+
 /// A [`TensorSource`] whose tensor `i` is file `i`.
 #[derive(Clone, Debug, Default)]
 pub struct MemorySource {
@@ -121,6 +123,18 @@ impl MemorySource {
             copy.add(tensor.clone(), source.bytes(tensor.place).unwrap().to_vec());
         }
         copy
+    }
+
+    /// The model as a file.
+    pub fn to_gguf(&self) -> Vec<u8> {
+        let entries = self.metadata.0.iter();
+        let builder = entries.fold(GgufBuilder::new(), |file, (key, value)| file.kv(key, value.clone()));
+        let tensors = self.tensors.iter();
+        let with = |file: GgufBuilder, tensor: &TensorInfo| {
+            let data = self.bytes(tensor.place).unwrap().to_vec();
+            file.tensor(&tensor.name, tensor.dtype, &tensor.dims, data)
+        };
+        tensors.fold(builder, with).build()
     }
 
     /// Sets a metadata key.

@@ -4,6 +4,7 @@ use super::{Reader, Sizes, in_layer};
 use crate::executor::{Activation, ExpertBank, ExpertBiases, Weight};
 use crate::model::ModelError;
 use crate::model::parts::{Dense, Routed, RoutingRule, Shared};
+use crate::tensor::TensorInfo;
 use crate::units::LayerId;
 
 impl Reader<'_> {
@@ -12,7 +13,7 @@ impl Reader<'_> {
         self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
     }
 
-    /// The router and the stacked experts of a layer.
+    /// The router and the experts of a layer.
     pub fn routed(
         &mut self,
         at: LayerId,
@@ -22,12 +23,7 @@ impl Reader<'_> {
     ) -> Result<Routed, ModelError> {
         let &Sizes { n_embd, n_expert, .. } = sizes;
         let router = self.f32_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
-        let bank = ExpertBank::new(
-            self.stack(&in_layer(at, "ffn_gate_exps"), n_embd, n_ff, n_expert)?,
-            self.stack(&in_layer(at, "ffn_up_exps"), n_embd, n_ff, n_expert)?,
-            self.stack(&in_layer(at, "ffn_down_exps"), n_ff, n_embd, n_expert)?,
-        );
-        self.weights.set_bank(at, bank);
+        self.bank(at, n_embd, n_ff, n_expert)?;
         Ok(Routed { router, n_expert, n_ff, rule, shared: None })
     }
 
@@ -59,6 +55,26 @@ impl Reader<'_> {
         Ok(())
     }
 
+    /// The matrices of a layer's experts, in any of the three ways that files store them.
+    pub(super) fn bank(
+        &mut self,
+        at: LayerId,
+        n_embd: usize,
+        n_ff: usize,
+        n_expert: usize,
+    ) -> Result<(), ModelError> {
+        let fused = in_layer(at, "ffn_gate_up_exps");
+        let [gate, up] = if self.has(&fused) {
+            self.gate_and_up(&fused, n_embd, n_ff, n_expert)?
+        } else {
+            let mut matrices = |name| self.projection(at, name, n_embd, n_ff, n_expert);
+            [matrices("gate")?, matrices("up")?]
+        };
+        let down = self.projection(at, "down", n_ff, n_embd, n_expert)?;
+        self.weights.set_bank(at, ExpertBank::new(gate, up, down));
+        Ok(())
+    }
+
     /// The dense FFN whose tensors are named `ffn_<projection><suffix>`.
     pub fn dense(
         &mut self,
@@ -82,17 +98,57 @@ impl Reader<'_> {
         Ok(Shared { ffn: self.dense(at, "_shexp", n_embd, n_ff)?, gate: Some(gate) })
     }
 
+    /// One projection of every expert: from a stacked tensor or, as the first Mixtral files have it, one each.
+    fn projection(
+        &mut self,
+        at: LayerId,
+        projection: &str,
+        n_in: usize,
+        n_out: usize,
+        n_expert: usize,
+    ) -> Result<Vec<Weight>, ModelError> {
+        let stacked = in_layer(at, &format!("ffn_{projection}_exps"));
+        let of_expert = |expert: usize| in_layer(at, &format!("ffn_{projection}.{expert}"));
+        if self.has(&stacked) || !(0..n_expert).any(|expert| self.has(&of_expert(expert))) {
+            return self.stack(&stacked, n_in, n_out, n_expert);
+        }
+        let mut matrices = Vec::new();
+        for expert in 0..n_expert {
+            let tensor = self.tensor(&of_expert(expert), &[n_in, n_out])?;
+            matrices.push(Weight { place: tensor.place, dtype: tensor.dtype, n_in, n_out });
+        }
+        Ok(matrices)
+    }
+
+    /// Gate and up from one tensor `{n_embd, 2 · n_ff, n_expert}`: of each expert first gate, then up.
+    fn gate_and_up(
+        &mut self,
+        name: &str,
+        n_embd: usize,
+        n_ff: usize,
+        n_expert: usize,
+    ) -> Result<[Vec<Weight>; 2], ModelError> {
+        let tensor = self.tensor(name, &[n_embd, 2 * n_ff, n_expert])?;
+        let halves = cut(tensor, n_embd, n_ff, 2 * n_expert)?;
+        let half = |first: usize| halves.iter().skip(first).step_by(2).copied().collect();
+        Ok([half(0), half(1)])
+    }
+
     /// The matrices of a stacked tensor, one after the other.
     fn stack(&mut self, name: &str, n_in: usize, n_out: usize, n: usize) -> Result<Vec<Weight>, ModelError> {
-        let tensor = self.tensor(name, &[n_in, n_out, n])?;
-        let len = tensor.place.len / n as u64;
-        (0..n as u64)
-            .map(|expert| {
-                // The parts of a place end where it ends.
-                let place = tensor.place.part(expert * len, len)?;
-                Some(Weight { place, dtype: tensor.dtype, n_in, n_out })
-            })
-            .collect::<Option<_>>()
-            .ok_or_else(|| ModelError::MissingTensor(name.to_owned()))
+        cut(self.tensor(name, &[n_in, n_out, n])?, n_in, n_out, n)
     }
+}
+
+/// `n` matrices of equal shape, which together are the tensor.
+fn cut(tensor: &TensorInfo, n_in: usize, n_out: usize, n: usize) -> Result<Vec<Weight>, ModelError> {
+    let len = tensor.place.len / n as u64;
+    (0..n as u64)
+        .map(|at| {
+            // The parts of a place end where it ends.
+            let place = tensor.place.part(at * len, len)?;
+            Some(Weight { place, dtype: tensor.dtype, n_in, n_out })
+        })
+        .collect::<Option<_>>()
+        .ok_or_else(|| ModelError::MissingTensor(tensor.name.clone()))
 }
