@@ -7,6 +7,8 @@
 mod bank;
 pub mod cpu;
 
+use std::collections::BTreeSet;
+
 use thiserror::Error;
 
 use crate::blocks::BlockError;
@@ -36,6 +38,8 @@ pub struct Weight {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WeightTable {
     linears: Vec<Weight>,
+    /// Numbers of those that are computed in f32 always.
+    exact: BTreeSet<WeightId>,
     banks: Vec<Option<ExpertBank>>,
 }
 
@@ -44,6 +48,19 @@ impl WeightTable {
     pub fn push(&mut self, weight: Weight) -> WeightId {
         self.linears.push(weight);
         WeightId((self.linears.len() - 1) as u32)
+    }
+
+    /// Adds a matrix whose products are computed in f32 whatever its type, with activations that are never
+    /// rounded: a router's, where a rounding error would choose other experts.
+    pub fn push_exact(&mut self, weight: Weight) -> WeightId {
+        let id = self.push(weight);
+        self.exact.insert(id);
+        id
+    }
+
+    /// Whether the products of this matrix are computed in f32 whatever its type.
+    pub fn is_exact(&self, id: WeightId) -> bool {
+        self.exact.contains(&id)
     }
 
     /// Sets the experts of a layer.

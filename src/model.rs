@@ -96,7 +96,7 @@ pub enum ModelError {
         /// Its type.
         dtype: Dtype,
     },
-    /// A norm or router in another type: these are never quantised.
+    /// A norm in another type: these are never quantised.
     #[error("tensor `{tensor}` is of type {dtype}, expected F32")]
     NotF32 {
         /// The tensor.

@@ -201,10 +201,10 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
         },
         Refusal {
             spoil: |s| {
-                s.tensor("blk.0.ffn_gate_inp.weight").dtype = Dtype::F16;
-                s.tensor("blk.0.ffn_gate_inp.weight").place.len = 576;
+                s.tensor("blk.0.ffn_norm.weight").dtype = Dtype::F16;
+                s.tensor("blk.0.ffn_norm.weight").place.len = 96;
             },
-            says: "tensor `blk.0.ffn_gate_inp.weight` is of type F16, expected F32",
+            says: "tensor `blk.0.ffn_norm.weight` is of type F16, expected F32",
         },
         Refusal {
             spoil: |s| s.tensor("blk.0.attn_q.weight").dtype = Dtype::Q4_K,

@@ -136,7 +136,7 @@ impl Executor for CpuExecutor {
             let weight = core.linear(product.weight)?;
             expect("columns of the activations", rows.n_cols(), weight.n_in)?;
             expect("outputs of a product", product.out.len(), m * weight.n_out)?;
-            views.push((core.mode.form(weight), core.view(weight)?));
+            views.push((core.form(product.weight, weight), core.view(weight)?));
         }
         for form in Form::ALL {
             if views.iter().any(|view| view.0 == form) {
@@ -260,6 +260,10 @@ impl Core {
     fn linear(&self, id: WeightId) -> Result<&Weight, ExecutorError> {
         let n = self.weights.linears().len();
         self.weights.linear(id).ok_or(shape("number of a matrix", id.0 as usize, n))
+    }
+
+    fn form(&self, id: WeightId, weight: &Weight) -> Form {
+        if self.weights.is_exact(id) { Form::F32 } else { self.mode.form(weight) }
     }
 
     fn view(&self, weight: &Weight) -> Result<WeightView<'_>, ExecutorError> {

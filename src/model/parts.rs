@@ -132,7 +132,7 @@ pub(crate) struct Dense {
 /// A mixture of experts, whose matrices are the layer's bank in the weight table.
 #[derive(Clone, Debug)]
 pub(crate) struct Routed {
-    /// `[n_expert, n_embd]`, F32.
+    /// `[n_expert, n_embd]`, multiplied in f32.
     pub router: WeightId,
     pub n_expert: usize,
     pub n_ff: usize,
@@ -145,7 +145,7 @@ pub(crate) struct Routed {
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
     pub ffn: Dense,
-    /// `[1, n_embd]`, F32: each row's output is multiplied by `σ(gate·x)`.
+    /// `[1, n_embd]`, multiplied in f32: each row's output is multiplied by `σ(gate·x)`.
     pub gate: Option<WeightId>,
 }
 

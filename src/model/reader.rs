@@ -110,11 +110,10 @@ impl<'a> Reader<'a> {
         Ok(self.weights.push(Weight { place: tensor.place, dtype: tensor.dtype, n_in, n_out }))
     }
 
-    /// A matrix that is never quantised: a router or a gate.
-    fn f32_matrix(&mut self, name: &str, n_in: usize, n_out: usize) -> Result<WeightId, ModelError> {
-        let id = self.matrix(name, n_in, n_out)?;
-        self.source.find(name).map_or(Ok(()), require_f32)?;
-        Ok(id)
+    /// A matrix whose activations are never rounded, whatever type it is stored in: a router or a gate.
+    fn exact_matrix(&mut self, name: &str, n_in: usize, n_out: usize) -> Result<WeightId, ModelError> {
+        let tensor = self.tensor(name, &[n_in, n_out])?;
+        Ok(self.weights.push_exact(Weight { place: tensor.place, dtype: tensor.dtype, n_in, n_out }))
     }
 
     /// The numbers of an F32 tensor.

@@ -1,33 +1,14 @@
 //! Three ways to store the same experts: stacked, gate and up fused, one tensor per expert.
 
-use std::path::Path;
-use std::sync::Arc;
+use orkpack::executor::cpu::KernelMode;
+use orkpack::model::Model;
+use orkpack::tensor::{Dtype, Projection, TensorSource};
+use orkpack::units::{ExpertId, LayerId};
 
-use orkpack::convert::StatisticsFrom;
-use orkpack::executor::cpu::{CpuExecutor, KernelMode};
-use orkpack::gguf::GgufFile;
-use orkpack::model::{Model, State, Wanted, forward};
-use orkpack::pack::{Digest, Pack};
-use orkpack::tensor::{Dtype, Projection, TensorInfo, TensorSource};
-use orkpack::threads::Pool;
-use orkpack::units::LayerId;
-
-use crate::support::fixture;
-use crate::support::gguf_builder::{MoeSpec, encode, tiny_moe};
+use super::{add, logits, pack, reference, small, take};
+use crate::support::gguf_builder::{MoeSpec, encode};
 use crate::support::memory_source::{MemorySource, SMALL};
-use crate::support::models::{convert, folder, hits, model_in, request};
-
-/// A tensor and its bytes, out of a model.
-fn take(model: &mut MemorySource, name: &str) -> (TensorInfo, Vec<u8>) {
-    let (info, data) = (model.tensor(name).clone(), model.bytes_of(name).clone());
-    model.remove(name);
-    (info, data)
-}
-
-fn add(model: &mut MemorySource, name: &str, dtype: Dtype, dims: &[u64], data: Vec<u8>) {
-    let (name, dims, place) = (name.to_owned(), dims.to_vec(), model.tensors[0].place);
-    model.add(TensorInfo { name, dtype, dims, place }, data);
-}
+use crate::support::models::folder;
 
 /// The layers that have stacked experts.
 fn layers(model: &MemorySource) -> Vec<usize> {
@@ -63,26 +44,8 @@ fn one_each(mut model: MemorySource) -> MemorySource {
     model
 }
 
-/// The logits of a few tokens, as bits.
-fn logits(model: &MemorySource, mode: KernelMode) -> Vec<u32> {
-    let source: Arc<dyn TensorSource> = Arc::new(model.clone());
-    let model = Model::describe(source.as_ref()).unwrap();
-    let weights = Arc::clone(model.weights());
-    let mut cpu = CpuExecutor::new(source, weights, Arc::new(Pool::new(2)), mode).unwrap();
-    let (mut state, mut out) = (State::new(&model, 16), Vec::new());
-    let tokens: Vec<u32> = (0..9).map(|i| i * 7 % model.n_vocab() as u32).collect();
-    forward(&model, &mut cpu, &mut state, &tokens, Wanted::All, &mut out).unwrap();
-    assert!(out.iter().all(|logit| logit.is_finite()));
-    out.into_iter().map(f32::to_bits).collect()
-}
-
 fn fingerprint(model: &MemorySource) -> String {
     Model::describe(model).unwrap().fingerprint(model).unwrap()
-}
-
-fn reference(file: &str) -> MemorySource {
-    let path = fixture(&format!("models/reference/{file}.gguf"));
-    MemorySource::copy(&GgufFile::open(&path, Default::default(), &Default::default()).unwrap())
 }
 
 /// Models of all families, and of types of whole and of partial rows.
@@ -116,49 +79,10 @@ fn c4_fused_gate_and_up_is_the_same_model() {
     is_the_same_model(|model| fused(model, "gate", "up"));
 }
 
-/// What a pack holds for the NPU, and the plan that it was made by.
-struct Made {
-    plan: Vec<u8>,
-    statistics: Vec<u8>,
-    area: Vec<(Digest, Vec<u8>)>,
-    scales: Vec<Vec<u32>>,
-}
-
-/// Converts with these statistics, or such as a short text gives.
-fn pack(folder: &Path, model: &MemorySource, statistics: Option<&[u8]>) -> Made {
-    let path = model_in(folder, &model.to_gguf());
-    let mut choice = hits(1 << 20);
-    choice.statistics = match statistics {
-        Some(statistics) => {
-            std::fs::write(folder.join("routing.json"), statistics).unwrap();
-            StatisticsFrom::File(folder.join("routing.json"))
-        }
-        None => {
-            std::fs::write(folder.join("prompt.txt"), "The expert in the layer was used 12 times.").unwrap();
-            StatisticsFrom::Prompts(vec![folder.join("prompt.txt")])
-        }
-    };
-    let (_, outcome) = convert(request(&path, choice)).unwrap();
-    let pack = Pack::open(&outcome.output, Default::default()).unwrap();
-    let area = pack.chunks().iter().map(|chunk| {
-        let digest = pack.section(chunk.section).unwrap().digests[0];
-        (digest, pack.chunk_bytes(chunk).to_vec())
-    });
-    let scales = pack.placements().iter().map(|placed| pack.scales(placed).map(f32::to_bits).collect());
-    Made {
-        plan: pack.plan().to_vec(),
-        statistics: pack.statistics().unwrap().to_vec(),
-        area: area.collect(),
-        scales: scales.collect(),
-    }
-}
-
 #[test]
 fn c1_c2_c4_every_layout_gives_the_same_statistics_plan_and_npu_area() {
     for dtype in [Dtype::F32, Dtype::Q8_0] {
-        let spec = MoeSpec { n_embd: 64, n_ff: 96, n_head: 2, n_head_kv: 1, dtype, ..MoeSpec::default() };
-        let stacked = GgufFile::from_bytes("stacked", tiny_moe(&spec)).unwrap();
-        let stacked = MemorySource::copy(&stacked);
+        let stacked = small(MoeSpec { dtype, ..MoeSpec::default() });
         let made = |model: &MemorySource| pack(folder().path(), model, None);
         let expected = made(&stacked);
         assert!(!expected.area.is_empty() && !expected.scales.is_empty());
@@ -201,8 +125,7 @@ fn c4_gate_comes_first_in_a_fused_tensor() {
 #[test]
 fn c1_types_may_differ_from_expert_to_expert_and_projection_to_projection() {
     let types = [Dtype::F32, Dtype::F16, Dtype::Q8_0, Dtype::Q4_0, Dtype::BF16];
-    let spec = MoeSpec { n_embd: 64, n_ff: 96, n_head: 2, n_head_kv: 1, ..MoeSpec::default() };
-    let plain = one_each(MemorySource::copy(&GgufFile::from_bytes("stacked", tiny_moe(&spec)).unwrap()));
+    let plain = one_each(small(MoeSpec::default()));
     let (mut mixed, mut rounded) = (plain.clone(), plain);
     let names: Vec<String> = mixed.tensors.iter().map(|tensor| tensor.name.clone()).collect();
     let is_expert = |name: &&String| name.matches('.').count() == 4;
@@ -220,7 +143,7 @@ fn c1_types_may_differ_from_expert_to_expert_and_projection_to_projection() {
     let model = Model::describe(&mixed).unwrap();
     let bank = model.weights().bank(LayerId(0)).unwrap();
     for projection in Projection::ALL {
-        let of = |expert| bank.weight(orkpack::units::ExpertId(expert), projection).unwrap().dtype;
+        let of = |expert| bank.weight(ExpertId(expert), projection).unwrap().dtype;
         assert!((1..8).any(|expert| of(expert) != of(0)), "{projection:?}");
     }
     assert!(logits(&mixed, KernelMode::Exact) == logits(&rounded, KernelMode::Exact));

@@ -22,7 +22,7 @@ impl Reader<'_> {
         rule: RoutingRule,
     ) -> Result<Routed, ModelError> {
         let &Sizes { n_embd, n_expert, .. } = sizes;
-        let router = self.f32_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
+        let router = self.exact_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
         self.bank(at, n_embd, n_ff, n_expert)?;
         Ok(Routed { router, n_expert, n_ff, rule, shared: None })
     }
@@ -94,7 +94,7 @@ impl Reader<'_> {
 
     /// The shared expert with a gate of its own.
     pub fn gated_shared(&mut self, at: LayerId, n_embd: usize, n_ff: usize) -> Result<Shared, ModelError> {
-        let gate = self.f32_matrix(&in_layer(at, "ffn_gate_inp_shexp"), n_embd, 1)?;
+        let gate = self.exact_matrix(&in_layer(at, "ffn_gate_inp_shexp"), n_embd, 1)?;
         Ok(Shared { ffn: self.dense(at, "_shexp", n_embd, n_ff)?, gate: Some(gate) })
     }
 
