@@ -615,7 +615,12 @@ fn notes(
 ) -> Vec<Note> {
     let mut notes = Vec::new();
     match request.routing {
-        Routing::Assumed(_) => notes.push(Note::AssumedRouting),
+        Routing::Assumed(_) => {
+            notes.push(Note::AssumedRouting);
+            if request.shape.moe_layers.iter().all(MoeLayerShape::uses_all) {
+                notes.push(Note::NoSkew { hotter_half: 0.5 });
+            }
+        }
         Routing::Measured(statistics) => {
             let coverage = statistics.coverage();
             if coverage.is_thin() {

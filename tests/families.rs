@@ -1,29 +1,68 @@
 //! What files of any family may differ in: how experts are stored, what routers are stored as, how many experts
 //! there are and in which layers, and families that can be planned but not run.
 
+mod counts;
 mod layouts;
 mod routers;
 
 use std::path::{Path, PathBuf};
+use std::process::Output;
 use std::sync::Arc;
+
+use assert_cmd::Command;
 
 use orkpack::convert::StatisticsFrom;
 use orkpack::executor::cpu::{CpuExecutor, KernelMode};
 use orkpack::gguf::GgufFile;
 use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::{Digest, Existing, Pack};
+use orkpack::runtime::{DeviceChoice, Session};
 use orkpack::tensor::{Dtype, TensorInfo, TensorSource};
 use orkpack::threads::Pool;
 
 use crate::support::fixture;
-use crate::support::gguf_builder::{MoeSpec, tiny_moe};
+use crate::support::gguf_builder::{MoeSpec, text, tiny_moe};
 use crate::support::memory_source::MemorySource;
-use crate::support::models::{convert, hits, model_in, request};
+use crate::support::models::{convert, hits, model_in, request, runtime};
 
 /// A model with a tokenizer, small enough to be converted in no time.
 pub fn small(spec: MoeSpec) -> MemorySource {
-    let spec = MoeSpec { n_embd: 64, n_ff: 96, n_head: 2, n_head_kv: 1, ..spec };
+    let n_ff = spec.n_ff.min(96);
+    let spec = MoeSpec { n_embd: 64, n_ff, n_head: 2, n_head_kv: 1, ..spec };
     MemorySource::copy(&GgufFile::from_bytes("small", tiny_moe(&spec)).unwrap())
+}
+
+/// The same model under another architecture's name.
+pub fn rename(mut model: MemorySource, from: &str, to: &str) -> MemorySource {
+    let keys = std::mem::take(&mut model.metadata.0).into_iter();
+    model.metadata.0 =
+        keys.map(|(key, value)| (key.replacen(&format!("{from}."), &format!("{to}."), 1), value)).collect();
+    model.set("general.architecture", text(to));
+    model
+}
+
+/// Runs `orkpack` in a folder.
+pub fn orkpack(folder: &Path, words: &[&str]) -> Output {
+    command(env!("CARGO_BIN_EXE_orkpack"), folder, words)
+}
+
+/// Runs `ork-run` in a folder.
+pub fn ork_run(folder: &Path, words: &[&str]) -> Output {
+    command(env!("CARGO_BIN_EXE_ork-run"), folder, words)
+}
+
+fn command(binary: &str, folder: &Path, words: &[&str]) -> Output {
+    Command::new(binary).current_dir(folder).args(words).write_stdin("").output().unwrap()
+}
+
+/// The logits after a prompt, with the pack's hot experts on this device, as bits.
+pub fn bits(pack: &Path, device: DeviceChoice) -> Vec<u32> {
+    let tokens: Vec<u32> = (40..48).collect();
+    let runtime = runtime(pack, device, 2);
+    let mut session = Session::new(&runtime, runtime.engine().unwrap(), 64, 8);
+    let logits = session.prompt(&tokens).unwrap();
+    assert!(logits.iter().all(|logit| logit.is_finite()));
+    logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
 /// A tensor and its bytes, out of a model.
@@ -68,7 +107,7 @@ pub struct Made {
 /// Converts with these statistics, or such as a short text gives.
 pub fn pack(folder: &Path, model: &MemorySource, statistics: Option<&[u8]>) -> Made {
     let path = model_in(folder, &model.to_gguf());
-    let mut choice = hits(1 << 20);
+    let mut choice = hits(1 << 30);
     choice.statistics = match statistics {
         Some(statistics) => {
             std::fs::write(folder.join("routing.json"), statistics).unwrap();

@@ -57,6 +57,11 @@ impl MoeLayerShape {
     pub fn n_expert(&self) -> usize {
         self.experts.len()
     }
+
+    /// Whether each token is sent to every expert, so that none is called more often than another.
+    pub fn uses_all(&self) -> bool {
+        self.n_used >= self.n_expert()
+    }
 }
 
 impl MatrixShape {

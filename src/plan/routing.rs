@@ -64,6 +64,7 @@ impl<'a> Routing<'a> {
             }
             Routing::Assumed(skew) => {
                 let rate = match end {
+                    _ if shape.uses_all() => 0.0,
                     SkewEnd::Low => skew.low,
                     SkewEnd::Value => skew.value,
                     SkewEnd::High => skew.high,
