@@ -2,6 +2,7 @@
 //! there are and in which layers, and families that can be planned but not run.
 
 mod counts;
+mod dense;
 mod layouts;
 mod routers;
 

@@ -1,6 +1,6 @@
 //! Llama with experts, as Mixtral is stored: neighbours turn together, weights of the chosen experts sum to one.
 //!
-//! The converter has already permuted the rows of q and k for this rotation.
+//! The converter has already permuted the rows of q and k for this rotation. A layer without a router is dense.
 
 use crate::model::parts::{Attention, Ffn, Layer, Mixer, Pairing, RoutingRule};
 use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
@@ -28,6 +28,9 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Resu
             ..file.attention(at, sizes, Pairing::Neighbours)?
         }),
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
-        ffn: Ffn::Routed(file.routed(at, sizes, n_ff, rule)?),
+        ffn: match file.has_experts(at) {
+            true => Ffn::Routed(file.routed(at, sizes, n_ff, rule)?),
+            false => Ffn::Dense(file.dense(at, "", sizes.n_embd, n_ff)?),
+        },
     })
 }

@@ -13,6 +13,11 @@ impl Reader<'_> {
         self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
     }
 
+    /// Whether a layer has experts: a router, or experts that lack one.
+    pub fn has_experts(&self, at: LayerId) -> bool {
+        ["ffn_gate_inp", "ffn_down_exps", "ffn_down.0"].iter().any(|part| self.has(&in_layer(at, part)))
+    }
+
     /// The router and the experts of a layer.
     pub fn routed(
         &mut self,
