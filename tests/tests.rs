@@ -4,6 +4,7 @@ mod blocks;
 mod calibrate;
 mod cli;
 mod convert;
+mod delta_net;
 mod demo;
 mod device;
 mod every_family;

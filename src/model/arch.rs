@@ -6,7 +6,9 @@ mod lfm2moe;
 mod llama;
 mod olmoe;
 mod qwen2moe;
+mod qwen35moe;
 mod qwen3moe;
+mod qwen3next;
 
 use super::reader::Reader;
 use super::{Model, ModelError};
@@ -26,7 +28,9 @@ const FAMILIES: &[Family] = &[
     Family { name: "llama", describe: llama::describe },
     Family { name: "olmoe", describe: olmoe::describe },
     Family { name: "qwen2moe", describe: qwen2moe::describe },
+    Family { name: "qwen35moe", describe: qwen35moe::describe },
     Family { name: "qwen3moe", describe: qwen3moe::describe },
+    Family { name: "qwen3next", describe: qwen3next::describe },
 ];
 
 /// The family with this name.

@@ -5,6 +5,7 @@
 //! pass cannot do; it knows families by no name.
 
 mod attention;
+mod delta_net;
 mod dense;
 mod memory;
 mod rope;
@@ -270,9 +271,11 @@ impl<'a> Pass<'a> {
                 let rows = view(&self.normed, self.model.n_embd)?;
                 shortconv::run(self.executor, conv, tail, rows, &mut self.branch)?;
             }
-            (Mixer::Attention(_), Memory::Tail(_)) | (Mixer::ShortConv(_), Memory::Keys(_)) => {
-                return Err(ForwardError::OtherModel);
+            (Mixer::DeltaNet(net), Memory::Net(memory)) => {
+                let rows = view(&self.normed, self.model.n_embd)?;
+                delta_net::run(self.executor, net, memory, rows, &mut self.branch)?;
             }
+            _ => return Err(ForwardError::OtherModel),
         }
         self.add_branch();
         rms_norm(self.executor, &layer.ffn_norm, &self.x, &mut self.normed);

@@ -43,12 +43,13 @@ pub(crate) struct RmsNorm {
 pub(crate) enum Mixer {
     Attention(Attention),
     ShortConv(ShortConv),
+    DeltaNet(DeltaNet),
 }
 
 /// Causal attention with a key-value cache; query head `h` reads key head `h / (n_head / n_head_kv)`.
 #[derive(Clone, Debug)]
 pub(crate) struct Attention {
-    /// `[n_head · head_dim, n_embd]`.
+    /// `[n_head · head_dim, n_embd]`; twice as many rows where heads are gated.
     pub q: WeightId,
     /// `[n_head_kv · head_dim, n_embd]`.
     pub k: WeightId,
@@ -60,6 +61,8 @@ pub(crate) struct Attention {
     /// Divides `n_head`.
     pub n_head_kv: usize,
     pub head_dim: usize,
+    /// Whether `q` gives each head a gate after its query: its result is multiplied by `σ(gate)`.
+    pub gated: bool,
     /// What is added to q, k and v.
     pub biases: Option<[Vec<f32>; 3]>,
     /// What is added to the output.
@@ -89,6 +92,56 @@ pub(crate) struct ShortConv {
     pub n_taps: usize,
     /// `[n_embd, n_embd]`.
     pub out_proj: WeightId,
+}
+
+/// A gated delta net: attention whose past is one matrix for each value head, made smaller and corrected at every
+/// position. Heads are `head_dim` wide, all three kinds.
+///
+/// A causal convolution and `silu` make queries, keys and values of the first input; queries and keys then get
+/// length 1. With `β = σ(beta)`, `g = decay · softplus(alpha + time_bias)` and the state `S`, `[key, value]`:
+/// `S ← e^g S; S ← S + k (β (v − Sᵀk))ᵀ; o = Sᵀq / √head_dim`, and out goes `output · (norm(o) ⊙ silu(z))`.
+#[derive(Clone, Debug)]
+pub(crate) struct DeltaNet {
+    pub n_key_heads: usize,
+    /// A multiple of `n_key_heads`.
+    pub n_value_heads: usize,
+    pub head_dim: usize,
+    pub key_heads: KeyHeads,
+    /// What is convolved, all queries, all keys and all values, and z, `n_value_heads` wide.
+    pub inputs: Pair,
+    /// Beta and alpha, one of each for a value head.
+    pub rates: Pair,
+    /// `[n_taps, (2 · n_key_heads + n_value_heads) · head_dim]`: the last row is for the position itself.
+    pub taps: Vec<f32>,
+    pub n_taps: usize,
+    /// `[n_value_heads]`, none above 0 in a sound file.
+    pub decay: Vec<f32>,
+    /// `[n_value_heads]`.
+    pub time_bias: Vec<f32>,
+    /// The least length that queries and keys are divided by.
+    pub least_length: f32,
+    /// `[head_dim]`.
+    pub norm: RmsNorm,
+    /// `[n_embd, n_value_heads · head_dim]`.
+    pub output: WeightId,
+}
+
+/// Which key head a value head goes with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KeyHeads {
+    /// `h mod n_key_heads`.
+    InTurn,
+    /// `h div (n_value_heads / n_key_heads)`.
+    InRuns,
+}
+
+/// Two products of the same rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Pair {
+    /// A matrix each.
+    Apart([WeightId; 2]),
+    /// One matrix whose rows go key head by key head: what the first has of it, then what the second has.
+    PerKeyHead(WeightId),
 }
 
 /// Rotary position embedding of the first values of a head, two for each speed.

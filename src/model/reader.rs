@@ -4,6 +4,7 @@
 //! found, and a norm is read only when its bytes are there.
 
 mod attention;
+mod delta_net;
 mod experts;
 mod keys;
 mod rope;

@@ -137,6 +137,7 @@ impl Mixer {
                 vectors.chain(&attention.output_bias).chain(&attention.sinks).collect()
             }
             Mixer::ShortConv(conv) => vec![&conv.taps],
+            Mixer::DeltaNet(net) => vec![&net.taps, &net.decay, &net.time_bias, &net.norm.weight],
         }
     }
 
@@ -146,8 +147,8 @@ impl Mixer {
             Mixer::Attention(attention) => {
                 (2 * size_of::<f32>() * attention.n_head_kv * attention.head_dim) as u64
             }
-            // The last few positions, however many there were.
-            Mixer::ShortConv(_) => 0,
+            // The last few positions, or one state, however many there were.
+            Mixer::ShortConv(_) | Mixer::DeltaNet(_) => 0,
         }
     }
 }

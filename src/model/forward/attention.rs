@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::ForwardError;
+use super::dense::sigmoid;
 use super::memory::{Head, KvCache};
 use super::rope::Angles;
 use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
@@ -22,7 +23,8 @@ pub(super) fn run(
 ) -> Result<(), ForwardError> {
     let &Attention { n_head, n_head_kv, head_dim, .. } = attention;
     let (m, q_width, kv_width) = (rows.n_rows(), n_head * head_dim, n_head_kv * head_dim);
-    let (mut q, mut k, mut v) = (vec![0.0; m * q_width], vec![0.0; m * kv_width], vec![0.0; m * kv_width]);
+    let q_rows = if attention.gated { 2 * q_width } else { q_width };
+    let (mut q, mut k, mut v) = (vec![0.0; m * q_rows], vec![0.0; m * kv_width], vec![0.0; m * kv_width]);
     executor.linear(
         rows,
         &mut [
@@ -31,6 +33,7 @@ pub(super) fn run(
             Product { weight: attention.v, out: &mut v },
         ],
     )?;
+    let gates = if attention.gated { take_gates(&mut q, head_dim) } else { Vec::new() };
     if let Some([q_bias, k_bias, v_bias]) = &attention.biases {
         for (rows, bias) in [(&mut q, q_bias), (&mut k, k_bias), (&mut v, v_bias)] {
             add_to_each(rows, bias);
@@ -49,12 +52,25 @@ pub(super) fn run(
         let seen = attention.window.map_or(0, |window| last.saturating_sub(window))..last;
         let sink = attention.sinks.as_ref().map(|sinks| sinks[head]);
         attend(query, cache.head(head / group), seen, attention.scale, sink, out);
+        let gates = gates.chunks_exact(head_dim).nth(piece).unwrap_or_default();
+        out.iter_mut().zip(gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
     });
     executor.linear(view(&heads, q_width)?, &mut [Product { weight: attention.output, out }])?;
     if let Some(bias) = &attention.output_bias {
         add_to_each(out, bias);
     }
     Ok(())
+}
+
+/// Leaves the queries of rows that hold a query and a gate for each head, and gives the gates.
+fn take_gates(q: &mut Vec<f32>, head_dim: usize) -> Vec<f32> {
+    let both = std::mem::take(q);
+    let mut gates = Vec::with_capacity(both.len() / 2);
+    for head in both.chunks_exact(2 * head_dim) {
+        q.extend_from_slice(&head[..head_dim]);
+        gates.extend_from_slice(&head[head_dim..]);
+    }
+    gates
 }
 
 fn norm_and_rotate(

@@ -1,5 +1,6 @@
 //! What a layer remembers of the positions before.
 
+use super::delta_net::NetMemory;
 use crate::model::parts::{Attention, Mixer, ShortConv};
 
 /// The memory of one layer, of the kind that its mixer needs.
@@ -7,6 +8,7 @@ use crate::model::parts::{Attention, Mixer, ShortConv};
 pub(super) enum Memory {
     Keys(KvCache),
     Tail(Tail),
+    Net(NetMemory),
 }
 
 impl Memory {
@@ -14,6 +16,7 @@ impl Memory {
         match mixer {
             Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention)),
             Mixer::ShortConv(conv) => Memory::Tail(Tail::new(conv)),
+            Mixer::DeltaNet(net) => Memory::Net(NetMemory::new(net)),
         }
     }
 
@@ -24,6 +27,7 @@ impl Memory {
                 cache.head_dim == attention.head_dim && cache.heads.len() == attention.n_head_kv
             }
             (Memory::Tail(tail), Mixer::ShortConv(conv)) => tail.past.len() == Tail::len(conv),
+            (Memory::Net(memory), Mixer::DeltaNet(net)) => memory.fits(net),
             _ => false,
         }
     }
@@ -34,6 +38,7 @@ impl Memory {
             // Positions that do not count yet are written over: there is nothing to take over.
             Memory::Keys(_) => {}
             Memory::Tail(tail) => std::mem::swap(&mut tail.past, &mut tail.next),
+            Memory::Net(memory) => memory.commit(),
         }
     }
 
@@ -42,6 +47,7 @@ impl Memory {
         match self {
             Memory::Keys(_) => {}
             Memory::Tail(tail) => tail.past.fill(0.0),
+            Memory::Net(memory) => memory.clear(),
         }
     }
 }

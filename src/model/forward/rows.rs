@@ -72,7 +72,7 @@ pub(super) fn add_to_each(rows: &mut [f32], bias: &[f32]) {
 }
 
 /// In eight interleaved sums, so that it can be computed eight at a time.
-fn sum_of_squares(values: &[f32]) -> f64 {
+pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];
     let (runs, tail) = values.as_chunks::<8>();
     for run in runs {

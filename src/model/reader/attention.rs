@@ -14,6 +14,26 @@ impl Reader<'_> {
         sizes: &Sizes,
         pairing: Pairing,
     ) -> Result<Attention, ModelError> {
+        self.attention_of(at, sizes, pairing, false)
+    }
+
+    /// The same, where `attn_q` holds a gate behind each query.
+    pub fn gated_attention(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        pairing: Pairing,
+    ) -> Result<Attention, ModelError> {
+        self.attention_of(at, sizes, pairing, true)
+    }
+
+    fn attention_of(
+        &mut self,
+        at: LayerId,
+        sizes: &Sizes,
+        pairing: Pairing,
+        gated: bool,
+    ) -> Result<Attention, ModelError> {
         let &Sizes { n_embd, n_head, head_dim, .. } = sizes;
         let n_head_kv = sizes.n_head_kv(at);
         if n_head_kv == 0 || !n_head.is_multiple_of(n_head_kv) {
@@ -21,13 +41,14 @@ impl Reader<'_> {
         }
         let (q_width, kv_width) = (n_head * head_dim, n_head_kv * head_dim);
         Ok(Attention {
-            q: self.matrix(&in_layer(at, "attn_q"), n_embd, q_width)?,
+            q: self.matrix(&in_layer(at, "attn_q"), n_embd, if gated { 2 * q_width } else { q_width })?,
             k: self.matrix(&in_layer(at, "attn_k"), n_embd, kv_width)?,
             v: self.matrix(&in_layer(at, "attn_v"), n_embd, kv_width)?,
             output: self.matrix(&in_layer(at, "attn_output"), q_width, n_embd)?,
             n_head,
             n_head_kv,
             head_dim,
+            gated,
             biases: None,
             output_bias: None,
             q_norm: None,

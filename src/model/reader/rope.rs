@@ -5,6 +5,7 @@ use std::f64::consts::TAU;
 use super::Reader;
 use crate::model::ModelError;
 use crate::model::parts::{Pairing, Rope};
+use crate::tensor::{MetadataError, Value};
 
 /// YaRN's numbers. Source: the reference implementation's defaults.
 struct Yarn {
@@ -47,6 +48,20 @@ impl Reader<'_> {
                 Ok(Rope { pairing, speeds, magnitude: self.yarn_magnitude(factor)? })
             }
             other => Err(self.setting("rope.scaling.type", other, "none, linear or yarn")),
+        }
+    }
+
+    /// Makes sure that the file says which pairs turn by which of four positions.
+    pub fn rope_sections(&self) -> Result<(), ModelError> {
+        let key = "rope.dimension_sections";
+        let name = self.key(key);
+        match self.metadata().get(&name).ok_or(MetadataError::Missing(name))? {
+            Value::Array(sections) if sections.len() != 4 => {
+                Err(self.setting(key, format!("{} values", sections.len()), "4 numbers"))
+            }
+            Value::Array(sections) if sections.iter().all(|section| section.as_u64().is_some()) => Ok(()),
+            Value::Array(_) => Err(self.setting(key, "other values", "4 numbers")),
+            _ => Err(self.setting(key, "no list", "4 numbers")),
         }
     }
 
