@@ -41,6 +41,10 @@ fn options() -> Vec<(&'static str, Vec<Change>)> {
         everywhere("qwen2moe"),
         everywhere("lfm2moe"),
         everywhere("gpt-oss"),
+        everywhere("qwen35moe"),
+        everywhere("qwen3next"),
+        ("qwen35moe", delta_net(&["blk.0.ssm_beta.weight", "blk.0.ssm_alpha.weight"])),
+        ("qwen3next", delta_net(&["blk.0.ssm_ba.weight"])),
         (
             "qwen3moe",
             vec![
@@ -127,6 +131,25 @@ fn options() -> Vec<(&'static str, Vec<Change>)> {
             ],
         ),
     ]
+}
+
+/// Of the two families whose recurrent layers differ in how their rates lie.
+fn delta_net(rates: &[&'static str]) -> Vec<Change> {
+    let rates = rates.iter().map(|name| Tensor(name, ZEROS));
+    let others = [
+        Reverse("blk.0.ssm_conv1d.weight"),
+        Reverse("blk.0.ssm_a"),
+        Reverse("blk.0.ssm_dt.bias"),
+        Tensor("blk.1.ssm_norm.weight", &[1.0, 3.0]),
+        Tensor("blk.2.attn_gate.weight", &[0.1]),
+        Tensor("blk.3.attn_q_norm.weight", &[1.0, 3.0]),
+        Tensor("blk.3.attn_k_norm.weight", &[1.0, 3.0]),
+        Tensor("blk.0.ffn_gate_inp_shexp.weight", ZEROS),
+        Tensor("blk.1.ffn_down_shexp.weight", ZEROS),
+        Key("rope.dimension_count", Value::U32(4)),
+        Key("expert_weights_scale", Value::F32(2.0)),
+    ];
+    rates.chain(others).collect()
 }
 
 impl Change {
