@@ -20,7 +20,8 @@ use crate::support::recorder::Recorder;
 const FAMILIES: [&str; 2] = ["olmoe", "qwen3moe"];
 
 /// Families that are tested on their reference models.
-const REFERENCES: [&str; 6] = ["granitemoe", "lfm2moe", "llama", "qwen2moe", "qwen35moe", "qwen3next"];
+const REFERENCES: [&str; 7] =
+    ["deepseek2", "granitemoe", "lfm2moe", "llama", "qwen2moe", "qwen35moe", "qwen3next"];
 
 /// A model of every family.
 fn every_family() -> Vec<(&'static str, MemorySource)> {
@@ -118,7 +119,7 @@ fn a_model_with_one_thing_wrong_is_refused_by_name() {
     let cases = [
         Refusal {
             spoil: |s| s.set("general.architecture", Value::String("mamba".into())),
-            says: "architecture `mamba` is not supported; supported are: gpt-oss, granitemoe, lfm2moe, llama, olmoe, qwen2moe, qwen35moe, qwen3moe, qwen3next",
+            says: "architecture `mamba` is not supported; supported are: deepseek2, gpt-oss, granitemoe, lfm2moe, llama, olmoe, qwen2moe, qwen35moe, qwen3moe, qwen3next",
         },
         Refusal {
             spoil: |s| {
@@ -279,7 +280,7 @@ fn no_metadata_and_no_tensor_table_makes_it_panic() {
         }
     };
     // Of the families that hold most kinds of tensors between them.
-    let families = ["granitemoe", "lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"];
+    let families = ["deepseek2", "granitemoe", "lfm2moe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next"];
     for (_, whole) in every_family().iter().filter(|(family, _)| families.contains(family)) {
         let own = whole.metadata.0.keys().filter(|key| !key.starts_with("synthetic."));
         for key in own.chain(&extra) {

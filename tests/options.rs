@@ -45,6 +45,7 @@ fn options() -> Vec<(&'static str, Vec<Change>)> {
         everywhere("qwen3next"),
         ("qwen35moe", delta_net(&["blk.0.ssm_beta.weight", "blk.0.ssm_alpha.weight"])),
         ("qwen3next", delta_net(&["blk.0.ssm_ba.weight"])),
+        everywhere("deepseek2"),
         (
             "qwen3moe",
             vec![
@@ -98,6 +99,24 @@ fn options() -> Vec<(&'static str, Vec<Change>)> {
                 Key("expert_gating_func", Value::U32(1)),
                 Key("expert_weights_scale", f32(2.0)),
                 Reverse("blk.0.shortconv.conv.weight"),
+            ],
+        ),
+        (
+            "deepseek2",
+            vec![
+                Tensor("blk.0.attn_q_a_norm.weight", &[1.0, 3.0]),
+                Tensor("blk.1.attn_kv_a_norm.weight", &[1.0, 3.0]),
+                Reverse("blk.0.attn_k_b.weight"),
+                Reverse("blk.2.attn_v_b.weight"),
+                Tensor("blk.0.ffn_down.weight", ZEROS),
+                Tensor("blk.1.ffn_down_shexp.weight", ZEROS),
+                Tensor("blk.1.exp_probs_b.bias", ZEROS),
+                Key("expert_gating_func", Value::U32(1)),
+                Key("expert_group_count", Value::U32(1)),
+                Key("expert_group_used_count", Value::U32(4)),
+                Key("expert_weights_norm", Value::Bool(false)),
+                Key("expert_weights_scale", f32(1.0)),
+                Key("rope.scaling.factor", f32(4.0)),
             ],
         ),
         (

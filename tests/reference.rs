@@ -75,9 +75,9 @@ impl Run {
         self.logits.chunks_exact(model.n_vocab())
     }
 
-    /// Margins where a position chose another set of experts than in `expected`, in the first layer where it
-    /// did: its later layers see another input.
-    fn flips(&self, expected: &Value) -> Vec<f64> {
+    /// Margins of the positions that chose another set of experts than in `expected`, in the first layer where they
+    /// did: later layers see another input.
+    fn flips(&self, expected: &Value) -> BTreeMap<usize, f64> {
         flips(&self.choices, expected)
     }
 
@@ -91,7 +91,7 @@ impl Run {
 }
 
 /// As [`Run::flips`], of these choices, `[layer][position][slot]`.
-fn flips(choices: &[Vec<Vec<u32>>], expected: &Value) -> Vec<f64> {
+fn flips(choices: &[Vec<Vec<u32>>], expected: &Value) -> BTreeMap<usize, f64> {
     let mut flips = BTreeMap::new();
     for (layer, ours) in choices.iter().enumerate() {
         let layer = &expected["routing"][layer.to_string()];
@@ -111,7 +111,7 @@ fn flips(choices: &[Vec<Vec<u32>>], expected: &Value) -> Vec<f64> {
             }
         }
     }
-    flips.into_values().collect()
+    flips
 }
 
 /// Everything about a model that arithmetic in f32 determines. Gives how far logits and hidden states are apart.
@@ -128,9 +128,24 @@ fn check_exact(reference: &Reference, executor: &mut dyn Executor) -> (f32, Opti
         "{name}"
     );
     let flips = run.flips(expected);
-    assert!(flips.iter().all(|margin| *margin < 1e-5), "{name}: {flips:?}");
+    assert!(flips.values().all(|margin| *margin < 1e-5), "{name}: {flips:?}");
     assert!(run.check_greedy(name, expected, 2e-3) > 4, "{name}");
     (logits, hidden)
+}
+
+fn rms(a: &[f32], b: &[f32]) -> f64 {
+    let squares: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    (squares / a.len() as f64).sqrt()
+}
+
+/// How far a run's logits are from our exact ones at the median position: for where the last position's own say
+/// nothing, because it went to another expert and experts of random weights have nothing in common.
+fn median_rms(reference: &Reference, run: &Run) -> f64 {
+    let exact = Run::new(reference, &mut executor(&reference.file, &reference.model, KernelMode::Exact));
+    let rows = run.rows(&reference.model).zip(exact.rows(&reference.model));
+    let mut distances: Vec<f64> = rows.map(|(a, b)| rms(a, b)).collect();
+    distances.sort_by(f64::total_cmp);
+    distances[distances.len() / 2]
 }
 
 /// Rounding activations to 8 bits moves logits; nobody's rounding is the right one, so ours is held to what
@@ -139,16 +154,18 @@ fn check_fast(reference: &Reference) -> (f64, f64) {
     let (name, expected) = (reference.name(), reference.exact());
     let run = Run::new(reference, &mut executor(&reference.file, &reference.model, KernelMode::Fast));
     let (ours, exact) = (run.last_logits(&reference.model), reference.exact_logits());
-    let squares: f64 = ours.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-    let rms = (squares / exact.len() as f64).sqrt();
+    let flips = run.flips(expected);
+    let last = reference.prompt().len() - 1;
+    let rms = if flips.contains_key(&last) { median_rms(reference, &run) } else { rms(ours, &exact) };
     let theirs = expected["rms_diff_logits"].as_f64().unwrap();
     assert!(rms <= 2.0 * theirs, "{name}: rms {rms}, theirs {theirs}");
     // A choice may go another way where two experts are nearly tied, or as far as the reference's own go.
-    let flips = run.flips(expected);
     let n_theirs = expected["topk_sets_differing"].as_u64().unwrap() as usize;
-    let furthest = self::flips(&reference.choices(), expected).into_iter().fold(0.05, f64::max);
+    let furthest = self::flips(&reference.choices(), expected).into_values().fold(0.05, f64::max);
     assert!(flips.len() <= 2 * n_theirs + 2, "{name}: {flips:?}, theirs {n_theirs}");
-    assert!(flips.iter().all(|margin| *margin <= furthest), "{name}: {flips:?}");
+    // With groups, margins are those among the experts of the groups that were left, and say nothing of the groups'.
+    let grouped = reference.file.metadata().0.keys().any(|key| key.ends_with(".expert_group_count"));
+    assert!(grouped || flips.values().all(|margin| *margin <= furthest), "{name}: {flips:?}");
     (rms, theirs)
 }
 

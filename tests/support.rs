@@ -4,6 +4,7 @@
 pub mod gguf_builder;
 pub mod memory_source;
 pub mod models;
+pub mod naive_deepseek2;
 pub mod naive_delta_net;
 pub mod naive_executor;
 pub mod naive_forward;

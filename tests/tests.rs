@@ -4,6 +4,7 @@ mod blocks;
 mod calibrate;
 mod cli;
 mod convert;
+mod deepseek2;
 mod delta_net;
 mod demo;
 mod device;

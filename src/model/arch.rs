@@ -1,5 +1,6 @@
 //! The families: one file each, one line each in the registry.
 
+mod deepseek2;
 mod gpt_oss;
 mod granitemoe;
 mod lfm2moe;
@@ -22,6 +23,7 @@ pub(super) struct Family {
 }
 
 const FAMILIES: &[Family] = &[
+    Family { name: "deepseek2", describe: deepseek2::describe },
     Family { name: "gpt-oss", describe: gpt_oss::describe },
     Family { name: "granitemoe", describe: granitemoe::describe },
     Family { name: "lfm2moe", describe: lfm2moe::describe },

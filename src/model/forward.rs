@@ -7,6 +7,7 @@
 mod attention;
 mod delta_net;
 mod dense;
+mod latent;
 mod memory;
 mod rope;
 mod routing;
@@ -18,7 +19,7 @@ use std::ops::Range;
 use thiserror::Error;
 
 use super::Model;
-use super::parts::{Ffn, Layer, Mixer, Routed};
+use super::parts::{Ffn, Layer, Mixer, Rope, Routed};
 use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
 use memory::Memory;
@@ -251,10 +252,7 @@ impl<'a> Pass<'a> {
         rms_norm(self.executor, &layer.mixer_norm, &self.x, &mut self.normed);
         match (&layer.mixer, memory) {
             (Mixer::Attention(attention), Memory::Keys(cache)) => {
-                let rope = &attention.rope;
-                let m = self.x.len() / self.model.n_embd;
-                let kept = self.angles.take().filter(|angles| angles.belong_to(rope));
-                let angles = kept.unwrap_or_else(|| Angles::new(rope, self.position, m));
+                let angles = self.angles(&attention.rope);
                 let rows = view(&self.normed, self.model.n_embd)?;
                 attention::run(
                     self.executor,
@@ -265,6 +263,12 @@ impl<'a> Pass<'a> {
                     rows,
                     &mut self.branch,
                 )?;
+                self.angles = Some(angles);
+            }
+            (Mixer::Latent(attention), Memory::Keys(cache)) => {
+                let angles = self.angles(&attention.rope);
+                let rows = view(&self.normed, self.model.n_embd)?;
+                latent::run(self.executor, attention, cache, &angles, self.position, rows, &mut self.branch)?;
                 self.angles = Some(angles);
             }
             (Mixer::ShortConv(conv), Memory::Tail(tail)) => {
@@ -288,6 +292,13 @@ impl<'a> Pass<'a> {
         }
         self.add_branch();
         Ok(())
+    }
+
+    /// Those of the layer before where it rotates alike.
+    fn angles(&mut self, rope: &Rope) -> Angles {
+        let m = self.x.len() / self.model.n_embd;
+        let kept = self.angles.take().filter(|angles| angles.belong_to(rope));
+        kept.unwrap_or_else(|| Angles::new(rope, self.position, m))
     }
 
     fn add_branch(&mut self) {

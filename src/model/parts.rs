@@ -42,6 +42,7 @@ pub(crate) struct RmsNorm {
 #[derive(Clone, Debug)]
 pub(crate) enum Mixer {
     Attention(Attention),
+    Latent(LatentAttention),
     ShortConv(ShortConv),
     DeltaNet(DeltaNet),
 }
@@ -77,6 +78,49 @@ pub(crate) struct Attention {
     pub sinks: Option<Vec<f32>>,
     /// How many positions a query sees, its own among them; all without one.
     pub window: Option<usize>,
+}
+
+/// Causal attention whose keys and values all come from one short vector per position.
+///
+/// `kv_a·x` is the latent, `n_rank` values that are then normed, and a part of the key that all heads share, `n_rot`
+/// values that turn. A head's query is `n_nope` values that do not turn and `n_rot` that do.
+#[derive(Clone, Debug)]
+pub(crate) struct LatentAttention {
+    /// `[n_rank_q, n_embd]` and the norm of its outputs: what `q` reads instead of the rows.
+    pub q_a: Option<(WeightId, RmsNorm)>,
+    /// `[n_head · (n_nope + n_rot), n_embd or n_rank_q]`.
+    pub q: WeightId,
+    /// `[n_rank + n_rot, n_embd]`.
+    pub kv_a: WeightId,
+    /// `n_rank` wide.
+    pub kv_norm: RmsNorm,
+    pub kv_b: LatentHeads,
+    /// `[n_embd, n_head · n_value]`.
+    pub output: WeightId,
+    pub n_head: usize,
+    pub n_rank: usize,
+    pub n_nope: usize,
+    pub n_rot: usize,
+    /// Values of a head.
+    pub n_value: usize,
+    /// Of `n_rot` values.
+    pub rope: Rope,
+    /// What scores are multiplied by before the softmax.
+    pub scale: f32,
+}
+
+/// How latents become keys and values of a head.
+#[derive(Clone, Debug)]
+pub(crate) enum LatentHeads {
+    /// The queries are brought to the latents instead, and what they find there to the values. The cache holds latents.
+    Absorbed {
+        /// Of each head, `[n_rank, n_nope]`.
+        k: Vec<WeightId>,
+        /// Of each head, `[n_value, n_rank]`.
+        v: Vec<WeightId>,
+    },
+    /// `[n_head · (n_nope + n_value), n_rank]`, of each head key, then value. The cache holds these.
+    Expanded(WeightId),
 }
 
 /// A gated convolution over the last few positions, channel by channel.
@@ -216,6 +260,17 @@ pub(crate) struct RoutingRule {
     pub bias: Option<Vec<f32>>,
     /// `[n_expert]`: added to the scores for the choice alone, not for the weights.
     pub selection_bias: Option<Vec<f32>>,
+    /// Where the choice is among the experts of the best groups.
+    pub groups: Option<Groups>,
+}
+
+/// Experts in groups of neighbours, all of one size; a group is ranked by the sum of its two best scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Groups {
+    /// Divides `n_expert`.
+    pub n: usize,
+    /// Groups that are chosen from, at most `n`; they hold at least the experts that a token needs.
+    pub n_used: usize,
 }
 
 /// The function that turns logits into the scores that are ranked.

@@ -7,10 +7,13 @@ mod attention;
 mod delta_net;
 mod experts;
 mod keys;
+mod latent;
 mod rope;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+pub(super) use latent::LatentSizes;
 
 use super::parts::{Layer, RmsNorm, Scales};
 use super::{Model, ModelError};

@@ -1,7 +1,7 @@
 //! The sizes that a planner needs, and nothing of where anything lies.
 
 use super::Model;
-use super::parts::{Ffn, Mixer};
+use super::parts::{Ffn, LatentHeads, Mixer};
 use crate::executor::Weight;
 use crate::tensor::Dtype;
 use crate::units::LayerId;
@@ -136,6 +136,10 @@ impl Mixer {
                 let vectors = norms.map(|norm| &norm.weight).chain(biases);
                 vectors.chain(&attention.output_bias).chain(&attention.sinks).collect()
             }
+            Mixer::Latent(latent) => {
+                let norms = latent.q_a.iter().map(|(_, norm)| norm).chain([&latent.kv_norm]);
+                norms.map(|norm| &norm.weight).collect()
+            }
             Mixer::ShortConv(conv) => vec![&conv.taps],
             Mixer::DeltaNet(net) => vec![&net.taps, &net.decay, &net.time_bias, &net.norm.weight],
         }
@@ -143,13 +147,16 @@ impl Mixer {
 
     /// Bytes that one position adds to this layer's memory of the past.
     fn bytes_per_token(&self) -> u64 {
-        match self {
-            Mixer::Attention(attention) => {
-                (2 * size_of::<f32>() * attention.n_head_kv * attention.head_dim) as u64
-            }
+        let n_values = match self {
+            Mixer::Attention(attention) => 2 * attention.n_head_kv * attention.head_dim,
+            Mixer::Latent(latent) => match latent.kv_b {
+                LatentHeads::Absorbed { .. } => latent.n_rank + latent.n_rot,
+                LatentHeads::Expanded(_) => latent.n_head * (latent.n_nope + latent.n_rot + latent.n_value),
+            },
             // The last few positions, or one state, however many there were.
             Mixer::ShortConv(_) | Mixer::DeltaNet(_) => 0,
-        }
+        };
+        (size_of::<f32>() * n_values) as u64
     }
 }
 

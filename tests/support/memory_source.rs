@@ -158,7 +158,8 @@ impl MemorySource {
         self.tensors.retain(|tensor| tensor.name != name);
     }
 
-    fn push(&mut self, random: &mut Random, name: &str, dims: &[usize]) {
+    /// Adds an F32 tensor of random values.
+    pub fn push(&mut self, random: &mut Random, name: &str, dims: &[usize]) {
         let n: usize = dims.iter().product();
         // Norms about 1, matrices of fan-in scale, routers wide enough to have preferences.
         let (mean, spread) = match dims {

@@ -1,10 +1,8 @@
 //! Causal attention in f32, one piece of work per row and query head.
 
-use std::ops::Range;
-
 use super::ForwardError;
 use super::dense::sigmoid;
-use super::memory::{Head, KvCache};
+use super::memory::KvCache;
 use super::rope::Angles;
 use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
@@ -49,9 +47,11 @@ pub(super) fn run(
         let (row, head) = (piece / n_head, piece % n_head);
         let query = &q[piece * head_dim..(piece + 1) * head_dim];
         let last = position + row + 1;
-        let seen = attention.window.map_or(0, |window| last.saturating_sub(window))..last;
+        let first = attention.window.map_or(0, |window| last.saturating_sub(window));
+        let seen = first * head_dim..last * head_dim;
         let sink = attention.sinks.as_ref().map(|sinks| sinks[head]);
-        attend(query, cache.head(head / group), seen, attention.scale, sink, out);
+        let past = cache.head(head / group);
+        attend(query, &past.keys[seen.clone()], &past.values[seen], attention.scale, sink, out);
         let gates = gates.chunks_exact(head_dim).nth(piece).unwrap_or_default();
         out.iter_mut().zip(gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
     });
@@ -89,12 +89,17 @@ fn norm_and_rotate(
     });
 }
 
-/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the positions `seen`, `j` ascending. A sink is one more
-/// score, whose value is zero.
-fn attend(query: &[f32], past: &Head, seen: Range<usize>, scale: f32, sink: Option<f32>, out: &mut [f32]) {
-    let head_dim = query.len();
-    let rows = seen.start * head_dim..seen.end * head_dim;
-    let keys = past.keys[rows.clone()].chunks_exact(head_dim);
+/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the positions seen, `j` ascending. A sink is one more
+/// score, whose value is zero. A row of `values` may be longer than `out`, which takes its beginning.
+pub(super) fn attend(
+    query: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    scale: f32,
+    sink: Option<f32>,
+    out: &mut [f32],
+) {
+    let keys = keys.chunks_exact(query.len());
     let mut scores: Vec<f32> = keys.map(|key| dot(query, key) * scale).collect();
     let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
     let mut sum = sink.map_or(0.0, |sink| f64::from((sink - max).exp()));
@@ -103,7 +108,7 @@ fn attend(query: &[f32], past: &Head, seen: Range<usize>, scale: f32, sink: Opti
         sum += f64::from(*score);
     }
     out.fill(0.0);
-    add_weighted(out, &scores, &past.values[rows]);
+    add_weighted(out, &scores, values);
     let scale = (1.0 / sum) as f32;
     out.iter_mut().for_each(|out| *out *= scale);
 }

@@ -1,7 +1,7 @@
 //! What a layer remembers of the positions before.
 
 use super::delta_net::NetMemory;
-use crate::model::parts::{Attention, Mixer, ShortConv};
+use crate::model::parts::{Attention, LatentAttention, LatentHeads, Mixer, ShortConv};
 
 /// The memory of one layer, of the kind that its mixer needs.
 #[derive(Clone, Debug)]
@@ -14,7 +14,8 @@ pub(super) enum Memory {
 impl Memory {
     pub fn new(mixer: &Mixer) -> Memory {
         match mixer {
-            Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention)),
+            Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention.into())),
+            Mixer::Latent(latent) => Memory::Keys(KvCache::new(latent.into())),
             Mixer::ShortConv(conv) => Memory::Tail(Tail::new(conv)),
             Mixer::DeltaNet(net) => Memory::Net(NetMemory::new(net)),
         }
@@ -23,9 +24,8 @@ impl Memory {
     /// Whether this memory was made for such a mixer.
     pub fn fits(&self, mixer: &Mixer) -> bool {
         match (self, mixer) {
-            (Memory::Keys(cache), Mixer::Attention(attention)) => {
-                cache.head_dim == attention.head_dim && cache.heads.len() == attention.n_head_kv
-            }
+            (Memory::Keys(cache), Mixer::Attention(attention)) => cache.shape == attention.into(),
+            (Memory::Keys(cache), Mixer::Latent(latent)) => cache.shape == latent.into(),
             (Memory::Tail(tail), Mixer::ShortConv(conv)) => tail.past.len() == Tail::len(conv),
             (Memory::Net(memory), Mixer::DeltaNet(net)) => memory.fits(net),
             _ => false,
@@ -55,11 +55,37 @@ impl Memory {
 /// Keys and values in f32, each head's positions one after the other.
 #[derive(Clone, Debug)]
 pub(super) struct KvCache {
-    head_dim: usize,
+    shape: KvShape,
     heads: Vec<Head>,
 }
 
-/// `[n_positions, head_dim]` each.
+/// What a position leaves in a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct KvShape {
+    n_head: usize,
+    key_dim: usize,
+    /// 0 where values are a part of the keys.
+    value_dim: usize,
+}
+
+impl From<&Attention> for KvShape {
+    fn from(attention: &Attention) -> KvShape {
+        let &Attention { n_head_kv, head_dim, .. } = attention;
+        KvShape { n_head: n_head_kv, key_dim: head_dim, value_dim: head_dim }
+    }
+}
+
+impl From<&LatentAttention> for KvShape {
+    fn from(latent: &LatentAttention) -> KvShape {
+        let &LatentAttention { n_head, n_rank, n_nope, n_rot, n_value, .. } = latent;
+        match latent.kv_b {
+            LatentHeads::Absorbed { .. } => KvShape { n_head: 1, key_dim: n_rank + n_rot, value_dim: 0 },
+            LatentHeads::Expanded(_) => KvShape { n_head, key_dim: n_nope + n_rot, value_dim: n_value },
+        }
+    }
+}
+
+/// `[n_positions, key_dim]` and `[n_positions, value_dim]`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Head {
     pub keys: Vec<f32>,
@@ -67,18 +93,20 @@ pub(super) struct Head {
 }
 
 impl KvCache {
-    fn new(attention: &Attention) -> KvCache {
-        KvCache { head_dim: attention.head_dim, heads: vec![Head::default(); attention.n_head_kv] }
+    fn new(shape: KvShape) -> KvCache {
+        KvCache { shape, heads: vec![Head::default(); shape.n_head] }
     }
 
-    /// Appends rows `[m, n_head_kv · head_dim]` after `position`, over whatever a call that failed left there.
+    /// Appends rows of all heads' keys and of all heads' values after `position`, over whatever a call that failed
+    /// left there.
     pub fn append(&mut self, position: usize, keys: &[f32], values: &[f32]) {
-        let (head_dim, width) = (self.head_dim, self.head_dim * self.heads.len());
+        let KvShape { n_head, key_dim, value_dim } = self.shape;
         for (h, head) in self.heads.iter_mut().enumerate() {
-            for (store, rows) in [(&mut head.keys, keys), (&mut head.values, values)] {
-                store.truncate(position * head_dim);
-                for row in rows.chunks_exact(width) {
-                    store.extend_from_slice(&row[h * head_dim..(h + 1) * head_dim]);
+            for (store, rows, dim) in [(&mut head.keys, keys, key_dim), (&mut head.values, values, value_dim)]
+            {
+                store.truncate(position * dim);
+                for row in rows.chunks_exact((n_head * dim).max(1)) {
+                    store.extend_from_slice(&row[h * dim..(h + 1) * dim]);
                 }
             }
         }

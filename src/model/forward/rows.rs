@@ -91,9 +91,10 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + a_tail.iter().zip(b_tail).map(|(a, b)| a * b).sum::<f32>()
 }
 
-/// `out += Σ_j weights[j] · rows[j]`, `j` ascending for every value; rows are `[weights.len(), out.len()]`.
+/// `out += Σ_j weights[j] · rows[j]`, `j` ascending for every value; rows are `[weights.len(), n]` with `n` at least
+/// `out.len()`, and what they have beyond that is left out.
 pub(super) fn add_weighted(out: &mut [f32], weights: &[f32], rows: &[f32]) {
-    let n = out.len();
+    let n = (rows.len() / weights.len().max(1)).max(1);
     let (fours, rest) = weights.as_chunks::<4>();
     let (rows, rest_rows) = rows.split_at(fours.len() * 4 * n);
     // Four at a time, so that `out` is read and written a quarter as often; the order of the sums stays.

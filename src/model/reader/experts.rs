@@ -3,7 +3,7 @@
 use super::{Reader, Sizes, in_layer};
 use crate::executor::{Activation, ExpertBank, ExpertBiases, Weight};
 use crate::model::ModelError;
-use crate::model::parts::{Dense, Routed, RoutingRule, Shared};
+use crate::model::parts::{Dense, Groups, Routed, RoutingRule, Shared};
 use crate::tensor::TensorInfo;
 use crate::units::LayerId;
 
@@ -11,6 +11,35 @@ impl Reader<'_> {
     /// `exp_probs_b.bias`: what is added to the experts' scores to choose among them.
     pub fn selection_bias(&mut self, at: LayerId, n_expert: usize) -> Result<Vec<f32>, ModelError> {
         self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
+    }
+
+    /// The same where the file has one.
+    pub fn optional_selection_bias(
+        &mut self,
+        at: LayerId,
+        n_expert: usize,
+    ) -> Result<Option<Vec<f32>>, ModelError> {
+        let there = self.source.find(&format!("blk.{at}.exp_probs_b.bias")).is_some();
+        there.then(|| self.selection_bias(at, n_expert)).transpose()
+    }
+
+    /// Groups of experts, where there is more than one.
+    pub fn expert_groups(&self, sizes: &Sizes) -> Result<Option<Groups>, ModelError> {
+        let &Sizes { n_expert, n_used, .. } = sizes;
+        let (count, used) = ("expert_group_count", "expert_group_used_count");
+        let n = self.count_or_zero(count)?;
+        if n <= 1 {
+            return Ok(None);
+        }
+        if !n_expert.is_multiple_of(n) {
+            return Err(self.setting(count, n, format!("a divisor of {n_expert}")));
+        }
+        // So many groups hold the experts that a token needs.
+        let least = n_used.div_ceil(n_expert / n);
+        match self.count(used)? {
+            found if (least..=n).contains(&found) => Ok(Some(Groups { n, n_used: found })),
+            found => Err(self.setting(used, found, format!("{least} to {n}"))),
+        }
     }
 
     /// Whether a layer has experts: a router, or experts that lack one.
@@ -140,7 +169,13 @@ impl Reader<'_> {
     }
 
     /// The matrices of a stacked tensor, one after the other.
-    fn stack(&mut self, name: &str, n_in: usize, n_out: usize, n: usize) -> Result<Vec<Weight>, ModelError> {
+    pub(super) fn stack(
+        &mut self,
+        name: &str,
+        n_in: usize,
+        n_out: usize,
+        n: usize,
+    ) -> Result<Vec<Weight>, ModelError> {
         cut(self.tensor(name, &[n_in, n_out, n])?, n_in, n_out, n)
     }
 }

@@ -96,6 +96,12 @@ impl<'a> Reader<'a> {
 
     /// The sizes that every family has, each possible by itself and with the others.
     pub fn sizes(&self) -> Result<Sizes, ModelError> {
+        let sizes = self.sizes_but_head_dim()?;
+        Ok(Sizes { head_dim: self.head_dim(sizes.n_embd, sizes.n_head)?, ..sizes })
+    }
+
+    /// The same with a `head_dim` of 0, for families whose keys and values differ in length.
+    pub fn sizes_but_head_dim(&self) -> Result<Sizes, ModelError> {
         let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);
         let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
         if n_expert > MAX_EXPERTS {
@@ -111,7 +117,7 @@ impl<'a> Reader<'a> {
             n_embd,
             n_head,
             n_head_kv: self.kv_heads(n_layer, n_head)?,
-            head_dim: self.head_dim(n_embd, n_head)?,
+            head_dim: 0,
             n_expert,
             n_used,
             eps: self.eps()?,

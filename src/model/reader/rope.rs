@@ -114,9 +114,14 @@ impl Reader<'_> {
 
     /// What heads are multiplied by: `1 + 0.1 ln factor`, over the same with the log multiplier where there is one.
     fn yarn_magnitude(&self, factor: f64) -> Result<f32, ModelError> {
+        Ok((self.stated_magnitude()? * magnitude(factor, 1.0)
+            / magnitude(factor, self.yarn_log_multiplier()?)) as f32)
+    }
+
+    /// What the file itself says that heads are multiplied by, besides YaRN's correction.
+    pub(super) fn stated_magnitude(&self) -> Result<f64, ModelError> {
         let stated = |key: &str| self.optional_f32(key).map(|factor| f64::from(factor.unwrap_or(1.0)));
-        let stated = stated("rope.scaling.attn_factor")? * stated("rope.scaling.yarn_attn_factor")?;
-        Ok((stated * magnitude(factor, 1.0) / magnitude(factor, self.yarn_log_multiplier()?)) as f32)
+        Ok(stated("rope.scaling.attn_factor")? * stated("rope.scaling.yarn_attn_factor")?)
     }
 
     /// How much of the correction for a longer context the scores get; files hold a tenth of it.
