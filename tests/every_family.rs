@@ -1,6 +1,8 @@
 //! Every family in a pack: some experts hot, all experts hot, the software NPU and the CPU to the bit, and a naive
 //! float model of the int8 contract within what its rounding allows.
 
+#![allow(clippy::print_stdout)]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -220,9 +220,9 @@ fn every_reference_model_agrees() {
 
 /// docs/models.md: its head as it is, and the table anew.
 fn document(said: &str, found: &BTreeMap<(String, String), Found>) -> String {
-    let head = said.split_once("\n| family").map_or(said, |(head, _)| head);
+    let head = said.split_once("\n| family").map_or(said, |(head, _)| head).trim_end();
     let mut text = format!(
-        "{head}\n| family | type | models | logits | hidden states | 8-bit activations | llama.cpp's |\n\
+        "{head}\n\n| family | type | models | logits | hidden states | 8-bit activations | llama.cpp's |\n\
          |---|---|--:|--:|--:|--:|--:|\n"
     );
     let bound = |far: f32| format!("≤ {:.0e}", round_up(far));

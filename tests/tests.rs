@@ -29,5 +29,6 @@ mod support;
 mod threads;
 mod tile;
 mod tokenizer;
+mod twins;
 mod types;
 mod verify;

@@ -87,6 +87,12 @@ impl<'a> Reader<'a> {
         self.source.find(name).is_some()
     }
 
+    /// Takes tensors as known that the family's files may hold and its arithmetic has no use for.
+    pub fn skip(&mut self, is_skipped: impl Fn(&str) -> bool) {
+        let names = self.source.tensors().iter().map(|tensor| tensor.name.as_str());
+        self.used.extend(names.filter(|name| is_skipped(name)));
+    }
+
     /// The tensor `name`, of exactly these dimensions and a type that can be computed. Counts as used.
     fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<&'a TensorInfo, ModelError> {
         let tensor = self.source.find(name).ok_or_else(|| ModelError::MissingTensor(name.to_owned()))?;

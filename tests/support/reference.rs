@@ -86,11 +86,17 @@ pub fn bundled() -> Vec<Reference> {
     models(&fixture("models/reference")).iter().map(|path| Reference::open(path)).collect()
 }
 
-/// The bundled reference models and those of `ORKPACK_REFERENCE`.
+/// The bundled reference models and those of `ORKPACK_REFERENCE` that are not among them.
 pub fn references() -> Vec<Reference> {
-    let more = std::env::var_os("ORKPACK_REFERENCE").map(|folder| models(Path::new(&folder)));
-    let more = more.unwrap_or_default();
-    bundled().into_iter().chain(more.iter().map(|path| Reference::open(path))).collect()
+    let mut all = bundled();
+    if let Some(folder) = std::env::var_os("ORKPACK_REFERENCE") {
+        let more: Vec<Reference> =
+            models(Path::new(&folder)).iter().map(|path| Reference::open(path)).collect();
+        let is_known = |one: &Reference| all.iter().any(|known| known.json["sha256"] == one.json["sha256"]);
+        let more: Vec<Reference> = more.into_iter().filter(|one| !is_known(one)).collect();
+        all.extend(more);
+    }
+    all
 }
 
 fn models(folder: &Path) -> Vec<PathBuf> {

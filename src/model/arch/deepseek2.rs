@@ -51,7 +51,7 @@ fn routed(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) ->
         n_used: sizes.n_used,
         normalise: file.optional_bool("expert_weights_norm")?.unwrap_or(false),
         scale: file.expert_weights_scale()?,
-        selection_bias: file.optional_selection_bias(at, sizes.n_expert)?,
+        selection_bias: file.optional_bias(at, "exp_probs_b", sizes.n_expert)?,
         groups: file.expert_groups(sizes)?,
         ..RoutingRule::default()
     };

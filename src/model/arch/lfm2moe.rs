@@ -49,7 +49,7 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> 
                 n_used: sizes.n_used,
                 normalise: true,
                 scale: file.expert_weights_scale()?,
-                selection_bias: Some(file.selection_bias(at, sizes.n_expert)?),
+                selection_bias: Some(file.bias(at, "exp_probs_b", sizes.n_expert)?),
                 ..RoutingRule::default()
             };
             Ffn::Routed(file.routed(at, sizes, extent.expert_ff, rule)?)

@@ -11,7 +11,8 @@ const LEAST_SUM: f32 = 6.103_515_6e-5;
 /// What an expert is ranked by, its weight, its number.
 type Ranked = (f32, f32, u32);
 
-/// Chooses experts for every row of `logits`, `[m, n_expert]`: best first, ties to the lower id.
+/// Chooses experts for every row of `logits`, `[m, n_expert]`: best first, ties to the lower id. Logits that differ by
+/// less than their scores can tell are no tie.
 pub(super) fn choose(rule: &RoutingRule, n_expert: usize, logits: &[f32], routing: &mut Routing) {
     routing.n_used = rule.n_used;
     routing.experts.clear();
@@ -35,7 +36,10 @@ pub(super) fn choose(rule: &RoutingRule, n_expert: usize, logits: &[f32], routin
         if let Some(groups) = rule.groups {
             keep_best_groups(groups, &mut ranked);
         }
-        let best_first = |a: &Ranked, b: &Ranked| b.0.total_cmp(&a.0).then(a.2.cmp(&b.2));
+        let logit = |ranked: &Ranked| row[ranked.2 as usize];
+        let best_first = |a: &Ranked, b: &Ranked| {
+            b.0.total_cmp(&a.0).then(logit(b).total_cmp(&logit(a))).then(a.2.cmp(&b.2))
+        };
         if rule.n_used < n_expert {
             ranked.select_nth_unstable_by(rule.n_used, best_first);
         }
@@ -154,6 +158,21 @@ mod tests {
                 weights: &[9.0 / 13.0, 3.0 / 13.0],
             },
         ]);
+    }
+
+    /// A ten-millionth between logits is lost in their softmax and sigmoids, whose scores are then equal.
+    #[test]
+    fn case_e1_neighbouring_logits_are_told_apart_and_equal_ones_go_to_the_lower_expert() {
+        const NEAR: &[f32] = &[1.0, 0.5, 1.000_000_1, 1.0];
+        for gating in [Gating::Softmax, Gating::Sigmoid, Gating::SoftmaxOfChosen] {
+            let rule = |n_used| RoutingRule { gating, n_used, ..RoutingRule::default() };
+            check(&[
+                case(rule(1), NEAR, &[2]),
+                case(rule(2), NEAR, &[2, 0]),
+                case(rule(3), NEAR, &[2, 0, 3]),
+                case(rule(3), &[2.0, 2.0, 2.0, 2.0], &[0, 1, 2]),
+            ]);
+        }
     }
 
     /// Ranked by the logits themselves; weights do not matter here.

@@ -79,6 +79,17 @@ impl Reader<'_> {
         self.f32_values(&format!("blk.{at}.{part}.bias"), &[n_out])
     }
 
+    /// The same where the file has one.
+    pub fn optional_bias(
+        &mut self,
+        at: LayerId,
+        part: &str,
+        n_out: usize,
+    ) -> Result<Option<Vec<f32>>, ModelError> {
+        let there = self.has(&format!("blk.{at}.{part}.bias"));
+        there.then(|| self.bias(at, part, n_out)).transpose()
+    }
+
     /// `attn_sinks`: a score of each head that belongs to no position.
     pub fn sinks(&mut self, at: LayerId, n_head: usize) -> Result<Vec<f32>, ModelError> {
         self.f32_values(&in_layer(at, "attn_sinks"), &[n_head])

@@ -48,13 +48,11 @@ impl Reader<'_> {
             return Err(self.setting(key, n_skipped, format!("0 to {}", n_block - 1)));
         }
         sizes.n_layer = n_block - n_skipped;
-        let skipped = |name: &str| {
+        self.skip(|name| {
             let block = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next());
             let block = block.and_then(|number| number.parse().ok());
             block.is_some_and(|block: usize| (sizes.n_layer..n_block).contains(&block))
-        };
-        let names = self.source.tensors().iter().map(|tensor| tensor.name.as_str());
-        self.used.extend(names.filter(|name| skipped(name)));
+        });
         Ok(())
     }
 

@@ -8,21 +8,6 @@ use crate::tensor::TensorInfo;
 use crate::units::LayerId;
 
 impl Reader<'_> {
-    /// `exp_probs_b.bias`: what is added to the experts' scores to choose among them.
-    pub fn selection_bias(&mut self, at: LayerId, n_expert: usize) -> Result<Vec<f32>, ModelError> {
-        self.f32_values(&format!("blk.{at}.exp_probs_b.bias"), &[n_expert])
-    }
-
-    /// The same where the file has one.
-    pub fn optional_selection_bias(
-        &mut self,
-        at: LayerId,
-        n_expert: usize,
-    ) -> Result<Option<Vec<f32>>, ModelError> {
-        let there = self.source.find(&format!("blk.{at}.exp_probs_b.bias")).is_some();
-        there.then(|| self.selection_bias(at, n_expert)).transpose()
-    }
-
     /// Groups of experts, where there is more than one.
     pub fn expert_groups(&self, sizes: &Sizes) -> Result<Option<Groups>, ModelError> {
         let &Sizes { n_expert, n_used, .. } = sizes;
