@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::bytes::{Io, Limits};
 use crate::error::{AtFile, Error, Failure};
 use crate::executor::WeightTable;
-use crate::model::{Model, ModelShape};
+use crate::model::{ModelShape, Outline};
 use crate::pack::verify::{Mode, verify};
 use crate::pack::{Contents, Digest, Existing, FileContents, Finished, Layout, Manifest, Pack, Writer};
 use crate::plan::{Objective, Plan, PlanRequest, Routing};
@@ -29,7 +29,7 @@ use fill::Errors;
 use output::refuse_same_file;
 
 pub use output::write_beside;
-pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run};
+pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
 /// What decides the hot set.
 #[derive(Clone, Debug)]
@@ -121,13 +121,12 @@ pub fn prepare(request: Request, progress: &mut dyn Progress) -> Result<Prepared
     }
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     let source = opened.source();
-    let model = Model::describe(source.as_ref()).at(&path)?;
-    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
-    let shape = model.shape();
+    let outline = Outline::of(source.as_ref()).at(&path)?;
+    let shape = outline.shape();
     let (plan, statistics) = match &request.plan {
-        Some(file) => (read_plan(file, &shape, &request.choice.profile)?, None),
+        Some(file) => (read_plan(file, shape, &request.choice.profile)?, None),
         None => {
-            let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+            let subject = Subject { path: &path, source: &source, outline: &outline };
             let choice = &request.choice;
             let keep = beside(&request.output);
             let found = find_or_run(
@@ -138,13 +137,16 @@ pub fn prepare(request: Request, progress: &mut dyn Progress) -> Result<Prepared
                 request.n_threads,
                 progress,
             )?;
-            (choose(&shape, Routing::Measured(&found.statistics), choice)?, Some(found))
+            (choose(shape, Routing::Measured(&found.statistics), choice)?, Some(found))
         }
     };
+    if let Some(line) = limits(&outline, statistics.as_ref()) {
+        progress.note(&line);
+    }
     let statistics_json = statistics.as_ref().map(|found| found.statistics.to_json()).transpose()?;
     Ok(Prepared {
-        weights: Arc::clone(model.weights()),
-        manifest: manifest(source.as_ref(), &shape, &fingerprint, &plan)?,
+        weights: Arc::clone(outline.weights()),
+        manifest: manifest(source.as_ref(), shape, outline.fingerprint(), &plan)?,
         plan_json: plan.to_json()?,
         profile_json: request.choice.profile.to_json()?,
         statistics_json,

@@ -7,6 +7,7 @@
 mod arch;
 pub mod evaluate;
 mod forward;
+mod outline;
 mod parts;
 mod reader;
 mod shape;
@@ -17,15 +18,16 @@ use thiserror::Error;
 
 use crate::executor::{WeightId, WeightTable};
 use crate::tensor::{Dtype, MetadataError, SourceError, TensorSource};
-use parts::{Ffn, Layer, RmsNorm, Scales};
+use parts::{Layer, RmsNorm, Scales};
 
 pub use forward::{ForwardError, State, Wanted, forward, forward_traced};
+pub use outline::Outline;
 pub use shape::{MatrixShape, ModelShape, MoeLayerShape};
 
 /// A model that can be run: its sizes, its layers, and where every matrix lies.
 #[derive(Clone, Debug)]
 pub struct Model {
-    pub(crate) architecture: &'static str,
+    pub(crate) architecture: String,
     pub(crate) n_embd: usize,
     pub(crate) n_vocab: usize,
     pub(crate) n_ctx: usize,
@@ -64,6 +66,18 @@ pub enum ModelError {
         /// The names that are.
         supported: String,
     },
+    /// The same, and its experts are not where those of other families are.
+    #[error(
+        "architecture `{found}` is not supported and cannot be planned either: {problem}; supported are: {supported}"
+    )]
+    Unplannable {
+        /// `general.architecture` of the file.
+        found: String,
+        /// What is missing or in the way.
+        problem: Box<ModelError>,
+        /// The names that are.
+        supported: String,
+    },
     /// There is nothing to partition.
     #[error("no expert tensors found; this is a dense model of architecture {0}")]
     Dense(String),
@@ -76,7 +90,7 @@ pub enum ModelError {
         /// The tensor.
         tensor: String,
         /// The family.
-        architecture: &'static str,
+        architecture: String,
     },
     /// A shape that disagrees with the metadata. Dimensions as GGUF lists them, fastest first.
     #[error("tensor `{tensor}` has shape {found:?}, expected {expected:?}")]
@@ -136,6 +150,12 @@ pub enum ModelError {
     },
 }
 
+impl ModelError {
+    fn unsupported(architecture: &str) -> ModelError {
+        ModelError::Architecture { found: architecture.to_owned(), supported: arch::names() }
+    }
+}
+
 impl Model {
     /// Describes the model that `source` holds.
     ///
@@ -149,7 +169,7 @@ impl Model {
         match arch::find(name) {
             _ if !reader::has_experts(source) => Err(ModelError::Dense(name.to_owned())),
             Some(family) => (family.describe)(reader::Reader::new(source, family.name)),
-            None => Err(ModelError::Architecture { found: name.to_owned(), supported: arch::names() }),
+            None => Err(ModelError::unsupported(name)),
         }
     }
 
@@ -159,8 +179,8 @@ impl Model {
     }
 
     /// The family, as `general.architecture` names it.
-    pub fn architecture(&self) -> &'static str {
-        self.architecture
+    pub fn architecture(&self) -> &str {
+        &self.architecture
     }
 
     /// Number of layers.
@@ -196,19 +216,22 @@ impl Model {
     ///
     /// [`ModelError::Source`] when a router cannot be read.
     pub fn fingerprint(&self, source: &dyn TensorSource) -> Result<String, ModelError> {
-        let mut hasher = blake3::Hasher::new();
-        let sizes = [self.n_layer(), self.n_embd, self.n_vocab];
-        hasher.update(format!("orkpack model 1 {} {sizes:?}\n", self.architecture).as_bytes());
-        for (index, layer) in self.layers.iter().enumerate() {
-            let Ffn::Routed(routed) = &layer.ffn else { continue };
-            let Some(router) = self.weights.linear(routed.router) else { continue };
-            let sizes = [index, routed.n_expert, routed.rule.n_used, routed.n_ff];
-            hasher.update(format!("router {sizes:?}\n").as_bytes());
-            hasher.update(source.bytes(router.place).map_err(|error| ModelError::Source {
-                tensor: format!("blk.{index}.ffn_gate_inp.weight"),
-                error,
-            })?);
-        }
-        Ok(hasher.finalize().to_hex().to_string())
+        fingerprint(&self.shape(), source)
     }
+}
+
+fn fingerprint(shape: &ModelShape, source: &dyn TensorSource) -> Result<String, ModelError> {
+    let mut hasher = blake3::Hasher::new();
+    let sizes = [shape.n_layer, shape.n_embd, shape.n_vocab];
+    hasher.update(format!("orkpack model 1 {} {sizes:?}\n", shape.architecture).as_bytes());
+    for layer in &shape.moe_layers {
+        let name = format!("blk.{}.ffn_gate_inp.weight", layer.layer);
+        let Some(router) = source.find(&name) else { return Err(ModelError::MissingTensor(name)) };
+        let n_ff = layer.experts.first().map_or(0, |[gate, ..]| gate.n_out);
+        let sizes = [layer.layer.index(), layer.n_expert(), layer.n_used, n_ff];
+        hasher.update(format!("router {sizes:?}\n").as_bytes());
+        let bytes = source.bytes(router.place);
+        hasher.update(bytes.map_err(|error| ModelError::Source { tensor: name, error })?);
+    }
+    Ok(hasher.finalize().to_hex().to_string())
 }

@@ -4,6 +4,7 @@
 mod counts;
 mod dense;
 mod layouts;
+mod outlines;
 mod routers;
 
 use std::path::{Path, PathBuf};

@@ -11,7 +11,7 @@ use crate::bytes::{Io, Limits};
 use crate::calibrate::{self, Statistics};
 use crate::convert::{Subject, beside, count, write_beside};
 use crate::error::{AtFile, Error};
-use crate::model::Model;
+use crate::model::Outline;
 use crate::source;
 
 pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done {
@@ -19,9 +19,8 @@ pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done
     let output = output.unwrap_or_else(|| beside(&path));
     refuse_existing(&output, force)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
-    let model = Model::describe(source.as_ref()).at(&path)?;
-    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
-    let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+    let outline = Outline::of_runnable(source.as_ref()).at(&path)?;
+    let subject = Subject { path: &path, source: &source, outline: &outline };
     let mut progress = terminal(&common, interrupted);
     let statistics = count(subject, &prompts, n_threads(&common), &mut progress)?;
     keep(&statistics, &output, common.json)

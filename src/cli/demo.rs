@@ -16,7 +16,7 @@ use crate::convert::{
 };
 use crate::error::{AtFile, Error};
 use crate::model::evaluate::{Comparison, argmax};
-use crate::model::{Model, ModelShape};
+use crate::model::{ModelShape, Outline};
 use crate::pack::verify::{Mode, verify};
 use crate::pack::{Existing, Pack};
 use crate::plan::{Objective, Routing};
@@ -86,9 +86,8 @@ impl Demo {
 
     fn calibrate_and_plan(&self, path: &Path) -> Result<(ModelShape, String), Stop> {
         let source = source::open(path, Io::Map, &Limits::default()).at(path)?.source();
-        let model = Model::describe(source.as_ref()).at(path)?;
-        let fingerprint = model.fingerprint(source.as_ref()).at(path)?;
-        let subject = Subject { path, source: &source, model: &model, fingerprint: &fingerprint };
+        let outline = Outline::of_runnable(source.as_ref()).at(path)?;
+        let subject = Subject { path, source: &source, outline: &outline };
         let mut progress = terminal(&self.common, Arc::clone(&self.interrupted));
         let statistics = count(subject, &[], n_threads(&self.common), &mut progress)?;
         let kept = beside(path);
@@ -100,7 +99,7 @@ impl Demo {
              Kept in {}.\n\n",
             kept.display()
         ))?;
-        let shape = model.shape();
+        let shape = outline.shape().clone();
         let plan = choose(&shape, Routing::Measured(&statistics), &choice(Objective::Auto, None)?)?;
         let text = report::plan(&plan, "counted just now (measured)");
         self.say(&format!(

@@ -5,7 +5,7 @@ use super::output::Output;
 use super::{Done, the_model_here};
 use crate::bytes::{Io, Limits};
 use crate::error::AtFile;
-use crate::model::Model;
+use crate::model::{Model, Outline};
 use crate::report::{InspectDocument, inspection};
 use crate::source;
 
@@ -13,9 +13,11 @@ pub fn inspect(arguments: InspectArgs) -> Done {
     let path = arguments.model.map_or_else(the_model_here, Ok)?;
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     let source = opened.source();
-    let shape = Model::describe(source.as_ref()).map(|model| model.shape());
-    let shape = shape.as_ref().map_err(|problem| problem.to_string());
-    let document = InspectDocument::of(&path, source.as_ref(), shape, opened.pack(), arguments.tensors);
+    let problem = Model::describe(source.as_ref()).err().map(|problem| problem.to_string());
+    let outline = Outline::of(source.as_ref()).ok();
+    let shape = outline.as_ref().map(Outline::shape);
+    let (pack, tensors) = (opened.pack(), arguments.tensors);
+    let document = InspectDocument::of(&path, source.as_ref(), shape, problem, pack, tensors);
     if arguments.common.json {
         Output::new().json(&document)?;
     } else {

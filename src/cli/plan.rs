@@ -8,9 +8,9 @@ use super::convert::choice;
 use super::output::{Output, say};
 use super::{Done, n_threads, terminal, the_model_here};
 use crate::bytes::{Io, Limits};
-use crate::convert::{StatisticsFrom, Subject, choose, find, find_or_run, write_beside};
+use crate::convert::{StatisticsFrom, Subject, choose, find, find_or_run, limits, write_beside};
 use crate::error::{AtFile, Error};
-use crate::model::Model;
+use crate::model::Outline;
 use crate::plan::{Plan, Routing, Skew};
 use crate::report;
 use crate::source;
@@ -19,9 +19,8 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
     let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
-    let model = Model::describe(source.as_ref()).at(&path)?;
-    let fingerprint = model.fingerprint(source.as_ref()).at(&path)?;
-    let subject = Subject { path: &path, source: &source, model: &model, fingerprint: &fingerprint };
+    let outline = Outline::of(source.as_ref()).at(&path)?;
+    let subject = Subject { path: &path, source: &source, outline: &outline };
     let choice = choice(&arguments.choice)?;
     let mut progress = terminal(common, interrupted);
     let found = match &choice.statistics {
@@ -38,6 +37,9 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
         }
         from => find(subject, from, choice.accept_foreign, &mut progress)?,
     };
+    if let Some(line) = limits(&outline, found.as_ref()) {
+        say(common.quiet, &line);
+    }
     let known = match &found {
         Some(found) => Routing::Measured(&found.statistics),
         None => Routing::Assumed(Skew::RANGE),
@@ -45,10 +47,10 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let plan = match &arguments.choice.plan {
         Some(file) => {
             let plan = Plan::from_json(&std::fs::read(file).at(file)?).at(file)?;
-            plan.check(&model.shape(), &choice.profile).at(file)?;
+            plan.check(outline.shape(), &choice.profile).at(file)?;
             plan
         }
-        None => choose(&model.shape(), known, &choice)?,
+        None => choose(outline.shape(), known, &choice)?,
     };
     let json = plan.to_json()?;
     if let Some(output) = &arguments.output {

@@ -12,7 +12,7 @@ use crate::calibrate::{
 };
 use crate::error::{AtFile, Error};
 use crate::executor::cpu::{CpuExecutor, KernelMode};
-use crate::model::Model;
+use crate::model::{Model, Outline};
 use crate::progress::{Progress, Unit};
 use crate::source;
 use crate::tensor::TensorSource;
@@ -62,10 +62,8 @@ pub struct Subject<'a> {
     pub path: &'a Path,
     /// Its tensors.
     pub source: &'a Arc<dyn TensorSource>,
-    /// Its description.
-    pub model: &'a Model,
-    /// Its fingerprint.
-    pub fingerprint: &'a str,
+    /// What is known of it.
+    pub outline: &'a Outline,
 }
 
 /// Where the document of a model lies: beside it, with the ending `.routing.json`.
@@ -140,6 +138,19 @@ pub fn find_or_run(
     Ok(FoundStatistics { statistics, file: file.map(Path::to_owned), is_new: true })
 }
 
+/// One line for a model that can be planned and packed but not run; none for the others.
+pub fn limits(outline: &Outline, statistics: Option<&FoundStatistics>) -> Option<String> {
+    let Err(_) = outline.runnable() else { return None };
+    let from = match statistics.and_then(|found| found.file.as_ref()) {
+        Some(file) => file.display().to_string(),
+        None => "its shapes".to_owned(),
+    };
+    Some(format!(
+        "architecture {} is not one that ork-run can run: no calibration, no run; planned from {from}",
+        outline.shape().architecture
+    ))
+}
+
 /// Runs the model over text and counts.
 ///
 /// # Errors
@@ -151,27 +162,29 @@ pub fn count(
     n_threads: usize,
     progress: &mut dyn Progress,
 ) -> Result<Statistics, Error> {
+    let model = subject.outline.runnable().at(subject.path)?;
     let texts = tokens(subject, prompts)?;
     let total: usize = texts.iter().map(Vec::len).sum();
     progress.begin("calibrating", total as u64, Unit::Tokens);
-    let weights = Arc::clone(subject.model.weights());
+    let weights = Arc::clone(model.weights());
     let pool = Arc::new(Pool::new(n_threads));
     let mut cpu =
         CpuExecutor::new(Arc::clone(subject.source), weights, pool, KernelMode::Fast).at(subject.path)?;
-    let counts = run_interruptible(subject, &mut cpu, &texts, progress);
+    let counts = run_interruptible(subject, model, &mut cpu, &texts, progress);
     progress.end();
-    let architecture = subject.model.architecture();
-    counts?.into_statistics(subject.fingerprint.to_owned(), architecture, KERNEL).at(subject.path)
+    let fingerprint = subject.outline.fingerprint().to_owned();
+    counts?.into_statistics(fingerprint, model.architecture(), KERNEL).at(subject.path)
 }
 
 fn run_interruptible(
     subject: Subject<'_>,
+    model: &Model,
     cpu: &mut CpuExecutor,
     texts: &[Vec<u32>],
     progress: &mut dyn Progress,
 ) -> Result<Counts, Error> {
     let mut last = 0;
-    let counts = run(subject.model, cpu, texts, Cut::default(), &mut |done, _| {
+    let counts = run(model, cpu, texts, Cut::default(), &mut |done, _| {
         progress.advance((done - last) as u64);
         last = done;
         if progress.is_interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
@@ -192,7 +205,7 @@ fn tokens(subject: Subject<'_>, prompts: &[PathBuf]) -> Result<Vec<Vec<u32>>, Er
 
 fn read(subject: Subject<'_>, path: &Path, accept_foreign: bool) -> Result<Statistics, Error> {
     let statistics = Statistics::from_json(&fs::read(path).at(path)?).at(path)?;
-    match statistics.check_model(&layers(subject.model), Some(subject.fingerprint)) {
+    match statistics.check_model(&layers(subject.outline), Some(subject.outline.fingerprint())) {
         Err(StatisticsError::Foreign { .. }) if accept_foreign => {}
         checked => checked.at(path)?,
     }
@@ -203,13 +216,16 @@ fn imatrix(subject: Subject<'_>, path: &Path) -> Result<Statistics, Error> {
     let bytes = crate::bytes::FileBytes::open(path, Io::Map).at(path)?;
     check_imatrix_magic(&bytes).at(path)?;
     let opened = source::open(path, Io::Map, &Limits::default()).at(path)?;
-    let statistics =
-        read_imatrix(opened.source().as_ref(), subject.model.architecture(), &layers(subject.model))
-            .at(path)?;
-    statistics.check_model(&layers(subject.model), None).at(path)?;
+    let statistics = read_imatrix(
+        opened.source().as_ref(),
+        &subject.outline.shape().architecture,
+        &layers(subject.outline),
+    )
+    .at(path)?;
+    statistics.check_model(&layers(subject.outline), None).at(path)?;
     Ok(statistics)
 }
 
-fn layers(model: &Model) -> Vec<RoutedLayer> {
-    Counts::new(&model.shape()).layers
+fn layers(outline: &Outline) -> Vec<RoutedLayer> {
+    Counts::new(outline.shape()).layers
 }

@@ -232,7 +232,6 @@ pub(crate) struct Routed {
     /// `[n_expert, n_embd]`, multiplied in f32.
     pub router: WeightId,
     pub n_expert: usize,
-    pub n_ff: usize,
     pub rule: RoutingRule,
     /// An expert that every row goes to besides; its output is added to that of the chosen.
     pub shared: Option<Shared>,

@@ -8,6 +8,7 @@ mod delta_net;
 mod experts;
 mod keys;
 mod latent;
+mod outline;
 mod rope;
 
 use std::collections::BTreeSet;
@@ -70,7 +71,7 @@ pub(super) enum Head {
 /// A source on its way to a [`Model`].
 pub(super) struct Reader<'a> {
     source: &'a dyn TensorSource,
-    architecture: &'static str,
+    architecture: &'a str,
     weights: WeightTable,
     /// Tensors that the description uses.
     used: BTreeSet<&'a str>,
@@ -78,7 +79,7 @@ pub(super) struct Reader<'a> {
 
 /// Tensors.
 impl<'a> Reader<'a> {
-    pub fn new(source: &'a dyn TensorSource, architecture: &'static str) -> Self {
+    pub fn new(source: &'a dyn TensorSource, architecture: &'a str) -> Self {
         Reader { source, architecture, weights: WeightTable::default(), used: BTreeSet::new() }
     }
 
@@ -173,10 +174,10 @@ impl<'a> Reader<'a> {
         let final_norm = RmsNorm { weight: self.f32_values(final_norm, &[sizes.n_embd])?, eps: sizes.eps };
         if let Some(left) = self.source.tensors().iter().find(|t| !self.used.contains(t.name.as_str())) {
             let tensor = left.name.clone();
-            return Err(ModelError::UnknownTensor { tensor, architecture: self.architecture });
+            return Err(ModelError::UnknownTensor { tensor, architecture: self.architecture.to_owned() });
         }
         Ok(Model {
-            architecture: self.architecture,
+            architecture: self.architecture.to_owned(),
             n_embd: sizes.n_embd,
             n_vocab,
             n_ctx: sizes.n_ctx,

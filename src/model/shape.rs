@@ -2,7 +2,7 @@
 
 use super::Model;
 use super::parts::{Ffn, LatentHeads, Mixer};
-use crate::executor::Weight;
+use crate::executor::{ExpertBank, Weight, WeightTable};
 use crate::tensor::Dtype;
 use crate::units::LayerId;
 
@@ -77,44 +77,76 @@ impl MatrixShape {
     }
 }
 
+/// The layers with experts, in order; `n_used` says how many of a layer's each token is sent to.
+pub(super) fn moe_layers(
+    weights: &WeightTable,
+    n_used: impl Fn(LayerId) -> Option<usize>,
+) -> Vec<MoeLayerShape> {
+    let shape = |(layer, bank): (LayerId, &ExpertBank)| {
+        let matrices = bank.gate.iter().zip(&bank.up).zip(&bank.down);
+        let experts = matrices.map(|((gate, up), down)| [gate, up, down].map(MatrixShape::of)).collect();
+        Some(MoeLayerShape { layer, n_used: n_used(layer)?, experts })
+    };
+    weights.banks().filter_map(shape).collect()
+}
+
+/// What a token reads outside the experts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Dense {
+    pub weights: u64,
+    pub bytes: u64,
+}
+
+impl Dense {
+    /// Counts a tensor that is read whole.
+    pub fn add(&mut self, weights: u64, bytes: u64) {
+        self.weights += weights;
+        self.bytes += bytes;
+    }
+
+    /// Of an embedding that is no head, counted as whole, only a row is read; a tied one is read whole, and a row
+    /// again.
+    pub fn with_embedding(self, embedding: &MatrixShape, is_head: bool) -> Dense {
+        let (n, row) = (embedding.n_out as u64, embedding.n_in as u64);
+        let row_bytes = embedding.bytes / n;
+        let unread = if is_head { 0 } else { n };
+        Dense {
+            weights: self.weights + row - unread * row,
+            bytes: self.bytes + row_bytes - unread * row_bytes,
+        }
+    }
+}
+
 impl Model {
     /// The sizes that the planner needs.
     pub fn shape(&self) -> ModelShape {
-        let (dense_weights, dense_bytes) = self.dense();
+        let dense = self.dense();
+        let n_used = |layer: LayerId| match &self.layers.get(layer.index())?.ffn {
+            Ffn::Routed(routed) => Some(routed.rule.n_used),
+            Ffn::Dense(_) => None,
+        };
         ModelShape {
-            architecture: self.architecture.to_owned(),
+            architecture: self.architecture.clone(),
             n_layer: self.n_layer(),
             n_embd: self.n_embd,
             n_vocab: self.n_vocab,
-            moe_layers: self.moe_layers(),
-            dense_weights,
-            dense_bytes,
+            moe_layers: moe_layers(&self.weights, n_used),
+            dense_weights: dense.weights,
+            dense_bytes: dense.bytes,
             kv_bytes_per_token: self.layers.iter().map(|layer| layer.mixer.bytes_per_token()).sum(),
         }
     }
 
-    fn moe_layers(&self) -> Vec<MoeLayerShape> {
-        let shape = |(layer, bank): (LayerId, &crate::executor::ExpertBank)| {
-            let Ffn::Routed(routed) = &self.layers.get(layer.index())?.ffn else { return None };
-            let matrices = bank.gate.iter().zip(&bank.up).zip(&bank.down);
-            let experts = matrices.map(|((gate, up), down)| [gate, up, down].map(MatrixShape::of)).collect();
-            Some(MoeLayerShape { layer, n_used: routed.rule.n_used, experts })
-        };
-        self.weights.banks().filter_map(shape).collect()
-    }
-
     /// Weights and bytes that a token reads outside the experts.
-    fn dense(&self) -> (u64, u64) {
-        let matrices: Vec<MatrixShape> = self.weights.linears().iter().map(MatrixShape::of).collect();
-        let embedding = self.weights.linear(self.embedding).map(MatrixShape::of);
-        let vectors: u64 = self.vectors().map(|vector| vector.len() as u64).sum();
-        let weights = vectors + matrices.iter().map(MatrixShape::n_weights).sum::<u64>();
-        let bytes = vectors * 4 + matrices.iter().map(|matrix| matrix.bytes).sum::<u64>();
-        // Of an embedding that is no head, only a row is read; a tied one is read whole, and a row again.
-        let Some(embedding) = embedding else { return (weights, bytes) };
-        let (n, row) = (embedding.n_out as u64, embedding.n_in as u64);
-        let unread = if self.head == self.embedding { 0 } else { n };
-        (weights + row - unread * row, bytes + embedding.bytes / n - unread * (embedding.bytes / n))
+    fn dense(&self) -> Dense {
+        let mut dense = Dense::default();
+        self.vectors().for_each(|vector| dense.add(vector.len() as u64, 4 * vector.len() as u64));
+        let matrices = self.weights.linears().iter().map(MatrixShape::of);
+        matrices.for_each(|matrix| dense.add(matrix.n_weights(), matrix.bytes));
+        match self.weights.linear(self.embedding).map(MatrixShape::of) {
+            Some(embedding) => dense.with_embedding(&embedding, self.head == self.embedding),
+            None => dense,
+        }
     }
 
     /// What is read besides matrices, all of it F32: norms, biases, taps.

@@ -84,17 +84,19 @@ pub struct TensorPart {
 }
 
 impl InspectDocument {
-    /// The document of an open file; `shape` is that of a model that can be run, or why it cannot.
+    /// The document of an open file: the `shape` of its model, where one is found, and the `problem` if it cannot be
+    /// run.
     pub fn of(
         file: &Path,
         source: &dyn TensorSource,
-        shape: Result<&ModelShape, String>,
+        shape: Option<&ModelShape>,
+        problem: Option<String>,
         pack: Option<&Pack>,
         tensors: bool,
     ) -> InspectDocument {
         let metadata = source.metadata();
         let text = |key: &str| metadata.get(key).and_then(|value| value.as_str()).map(str::to_owned);
-        let first = shape.as_ref().ok().and_then(|shape| shape.moe_layers.first());
+        let first = shape.and_then(|shape| shape.moe_layers.first());
         let mut types: BTreeMap<String, u64> = BTreeMap::new();
         for tensor in source.tensors() {
             *types.entry(tensor.dtype.to_string()).or_default() += tensor.place.len;
@@ -105,10 +107,10 @@ impl InspectDocument {
             kind: if pack.is_some() { "pack" } else { "gguf" },
             architecture: text("general.architecture").unwrap_or_default(),
             name: text("general.name"),
-            moe_layers: shape.as_ref().map_or(0, |shape| shape.moe_layers.len() as u64),
+            moe_layers: shape.map_or(0, |shape| shape.moe_layers.len() as u64),
             experts: first.map_or(0, |layer| layer.n_expert() as u64),
             experts_used: first.map_or(0, |layer| layer.n_used as u64),
-            problem: shape.err(),
+            problem,
             weights: source.tensors().iter().map(|tensor| tensor.n_elements()).sum(),
             tensor_bytes: types.values().sum(),
             types: types.into_iter().map(|(dtype, bytes)| TypePart { dtype, bytes }).collect(),
@@ -147,14 +149,13 @@ pub fn inspection(document: &InspectDocument) -> String {
     if let Some(name) = &document.name {
         let _ = writeln!(text, "  name: {}", super::escape(name));
     }
-    let _ = match &document.problem {
-        Some(problem) => writeln!(text, "  not supported: {}", super::escape(problem)),
-        None => writeln!(
-            text,
-            "  experts: {} layers of {}, {} used per token",
-            document.moe_layers, document.experts, document.experts_used
-        ),
-    };
+    if let Some(problem) = &document.problem {
+        let _ = writeln!(text, "  not supported: {}", super::escape(problem));
+    }
+    if document.moe_layers > 0 || document.problem.is_none() {
+        let InspectDocument { moe_layers, experts, experts_used, .. } = document;
+        let _ = writeln!(text, "  experts: {moe_layers} layers of {experts}, {experts_used} used per token");
+    }
     let types: Vec<String> =
         document.types.iter().map(|part| format!("{} {}", part.dtype, Bytes(part.bytes))).collect();
     let size = Bytes(document.tensor_bytes);

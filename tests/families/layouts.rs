@@ -16,7 +16,7 @@ fn layers(model: &MemorySource) -> Vec<usize> {
 }
 
 /// The same model with gate and up of each expert side by side, `first` first.
-fn fused(mut model: MemorySource, first: &str, second: &str) -> MemorySource {
+pub fn fused(mut model: MemorySource, first: &str, second: &str) -> MemorySource {
     for at in layers(&model) {
         let name = |projection: &str| format!("blk.{at}.ffn_{projection}_exps.weight");
         let ((info, first), (_, second)) = (take(&mut model, &name(first)), take(&mut model, &name(second)));
@@ -30,7 +30,7 @@ fn fused(mut model: MemorySource, first: &str, second: &str) -> MemorySource {
 }
 
 /// The same model with a tensor for each expert, the last expert first.
-fn one_each(mut model: MemorySource) -> MemorySource {
+pub fn one_each(mut model: MemorySource) -> MemorySource {
     for at in layers(&model) {
         for projection in ["gate", "up", "down"] {
             let (info, data) = take(&mut model, &format!("blk.{at}.ffn_{projection}_exps.weight"));
@@ -50,8 +50,15 @@ fn fingerprint(model: &MemorySource) -> String {
 
 /// Models of all families, and of types of whole and of partial rows.
 fn models() -> Vec<(&'static str, MemorySource)> {
-    let references =
-        ["granitemoe-f32", "lfm2moe-q8_0", "llama-f32", "olmoe-bf16", "qwen2moe-f32", "qwen3moe-q4_0"];
+    let references = [
+        "granitemoe-f32",
+        "gpt-oss-f32",
+        "lfm2moe-q8_0",
+        "llama-f32",
+        "olmoe-bf16",
+        "qwen2moe-f32",
+        "qwen3moe-q4_0",
+    ];
     let references = references.map(|name| (name, reference(&format!("tiny-{name}"))));
     references.into_iter().chain([("random", MemorySource::random("qwen3moe", SMALL, 3))]).collect()
 }

@@ -43,7 +43,7 @@ impl Reader<'_> {
         let &Sizes { n_embd, n_expert, .. } = sizes;
         let router = self.exact_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
         self.bank(at, n_embd, n_ff, n_expert)?;
-        Ok(Routed { router, n_expert, n_ff, rule, shared: None })
+        Ok(Routed { router, n_expert, rule, shared: None })
     }
 
     /// What the experts of a layer, read before, do between their projections.

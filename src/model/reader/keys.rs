@@ -103,13 +103,7 @@ impl<'a> Reader<'a> {
     /// The same with a `head_dim` of 0, for families whose keys and values differ in length.
     pub fn sizes_but_head_dim(&self) -> Result<Sizes, ModelError> {
         let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);
-        let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
-        if n_expert > MAX_EXPERTS {
-            return Err(self.setting("expert_count", n_expert, format!("1 to {MAX_EXPERTS}")));
-        }
-        if n_used > n_expert {
-            return Err(self.setting("expert_used_count", n_used, format!("1 to {n_expert}")));
-        }
+        let (n_expert, n_used) = self.expert_counts()?;
         let n_layer = self.count("block_count")?;
         Ok(Sizes {
             n_layer,
@@ -122,6 +116,18 @@ impl<'a> Reader<'a> {
             n_used,
             eps: self.eps()?,
         })
+    }
+
+    /// Experts of a layer, and those that a token is sent to.
+    pub(super) fn expert_counts(&self) -> Result<(usize, usize), ModelError> {
+        let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
+        if n_expert > MAX_EXPERTS {
+            return Err(self.setting("expert_count", n_expert, format!("1 to {MAX_EXPERTS}")));
+        }
+        if n_used > n_expert {
+            return Err(self.setting("expert_used_count", n_used, format!("1 to {n_expert}")));
+        }
+        Ok((n_expert, n_used))
     }
 
     /// The number of key heads, or a list of one for each layer.
