@@ -3,16 +3,17 @@
 use std::process::Output;
 
 use orkpack::calibrate::Statistics;
+use orkpack::convert::choose;
 use orkpack::model::Model;
 use orkpack::pack::Pack;
 use orkpack::pack::verify::{Mode, verify};
-use orkpack::plan::{Note, Plan};
+use orkpack::plan::{Note, Plan, Routing, Skew};
 use orkpack::tensor::Value;
 use serde_json::Value as Json;
 
 use super::{bits, ork_run, orkpack, pack, small};
 use crate::support::gguf_builder::MoeSpec;
-use crate::support::models::{folder, model_in};
+use crate::support::models::{folder, hits, model_in};
 use orkpack::runtime::DeviceChoice;
 
 fn no_skew(plan: &Plan) -> bool {
@@ -65,6 +66,19 @@ fn c11_any_share_of_the_experts_may_be_used() {
         [(2, 1), (5, 1), (5, 2), (5, 3), (5, 4), (5, 5), (257, 1), (257, 256), (257, 257)]
     {
         goes_all_the_way(n_expert, n_used);
+    }
+}
+
+#[test]
+fn c11_no_skew_is_assumed_where_all_are_used() {
+    for (n_used, expected) in [(4, false), (7, false), (8, true)] {
+        let shape = Model::describe(&small(MoeSpec { n_used, ..MoeSpec::default() })).unwrap().shape();
+        let plan = choose(&shape, Routing::Assumed(Skew::RANGE), &hits(100 << 10)).unwrap();
+        let rate = plan.hit_rates.overall;
+        assert!(rate.uniform > 0.0 && rate.uniform < 1.0, "some are resident: {rate:?}");
+        // Rates in a plan have nine digits.
+        let is_even = (rate.calibration.value - rate.uniform).abs() < 1e-8;
+        assert_eq!(is_even, expected, "{n_used} of 8: {rate:?}");
     }
 }
 
