@@ -329,7 +329,7 @@ const REFUSALS: &[Refusal] = &[
     },
     Refusal {
         spoil: |s| drop(s.metadata.0.remove("deepseek2.leading_dense_block_count")),
-        says: "tensor `blk.0.ffn_gate_inp.weight` is missing",
+        says: "tensor `blk.0.ffn_gate_exps.weight` is missing",
     },
     Refusal {
         spoil: |s| drop(s.metadata.0.remove("deepseek2.attention.q_lora_rank")),

@@ -9,12 +9,15 @@ use orkpack::executor::cpu::{CpuExecutor, KernelMode};
 use orkpack::executor::{Executor, ExecutorError, Product, Routing, WeightId};
 use orkpack::gguf::GgufFile;
 use orkpack::model::{ForwardError, Model, State, Wanted, forward};
+use orkpack::pack::Pack;
+use orkpack::runtime::{DeviceChoice, Session};
 use orkpack::tensor::{Dtype, MatrixView, TensorInfo, TensorSource, Value};
 use orkpack::threads::Pool;
 use orkpack::units::LayerId;
 
 use crate::support::fixture;
 use crate::support::memory_source::{MemorySource, Random};
+use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, request, runtime};
 use crate::support::naive_delta_net::{self, Reading};
 use crate::support::naive_executor::NaiveExecutor;
 
@@ -329,6 +332,27 @@ fn blocks_that_predict_further_tokens_are_neither_run_nor_counted() {
         let says = format!("tensor `blk.5.nextn.enorm.weight` is not part of architecture {family}");
         assert_eq!(Model::describe(&stranger).unwrap_err().to_string(), says);
     }
+}
+
+/// Their tensors are in the pack as they are in the file, and none of their experts is placed.
+#[test]
+fn blocks_that_predict_further_tokens_are_packed_and_not_placed() {
+    let source = tiny("qwen35moe", "q8_0");
+    let logits = [with_next_token_block(&source, "qwen35moe"), source].map(|source| {
+        let folder = folder();
+        let model = model_in(folder.path(), &source.to_gguf());
+        let tokens: Vec<u32> = (20..40).collect();
+        calibrate_beside(&model, &tokens);
+        let path = convert(request(&model, hits(1 << 30))).unwrap().1.output;
+        let pack = Pack::open(&path, Default::default()).unwrap();
+        assert_eq!(pack.tensors().len(), source.tensors.len());
+        let placed = pack.placements().iter().filter_map(|placed| placed.matrix.expert());
+        assert_eq!(placed.map(|id| id.layer.0).max(), Some(3));
+        let runtime = runtime(&path, DeviceChoice::Sim, 1);
+        let mut session = Session::new(&runtime, runtime.engine().unwrap(), 64, 8);
+        session.prompt(&tokens).unwrap().to_vec()
+    });
+    assert!(logits[0] == logits[1]);
 }
 
 #[test]

@@ -10,8 +10,9 @@ use orkpack::tensor::{Dtype, Value};
 use orkpack::threads::Pool;
 
 use crate::families::{add, reference};
-use crate::support::memory_source::{MemorySource, Random};
+use crate::support::memory_source::{MemorySource, Random, SMALL};
 use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, request};
+use crate::support::naive_forward;
 
 const TOKENS: [u32; 24] =
     [9, 81, 3, 200, 44, 44, 17, 301, 5, 91, 250, 8, 33, 71, 12, 402, 66, 19, 150, 7, 230, 58, 61, 99];
@@ -229,4 +230,111 @@ fn case_c6_biases_travel_with_their_experts() {
         [plain, renamed, left_behind].map(|source| hot_logits(folder().path(), &source));
     assert!(plain == renamed);
     assert!(plain != left_behind);
+}
+
+/// Keeps the first `keep` bytes of every row of `row` bytes.
+fn narrow(source: &mut MemorySource, name: &str, row: usize, keep: usize, dims: &[u64]) {
+    let kept: Vec<u8> =
+        source.bytes_of(name).chunks_exact(row).flat_map(|row| row[..keep].to_vec()).collect();
+    source.remove(name);
+    add(source, name, Dtype::F32, dims, kept);
+}
+
+fn list(values: [u32; 2]) -> Value {
+    Value::Array(values.map(Value::U32).to_vec())
+}
+
+/// A layer with half the heads is one whose other heads nobody listens to.
+#[test]
+fn head_counts_may_differ_from_layer_to_layer() {
+    let sizes = SMALL;
+    let whole = MemorySource::random("qwen3moe", sizes, 9);
+    let (head, n_embd) = (sizes.head_dim, sizes.n_embd);
+    let mut unheard = whole.clone();
+    let output = "blk.1.attn_output.weight";
+    for row in unheard.bytes_of(output).chunks_exact_mut(4 * 4 * head) {
+        row[4 * 2 * head..].fill(0);
+    }
+    let mut halved = unheard.clone();
+    for (part, heads) in [("attn_q", 2), ("attn_k", 1), ("attn_v", 1)] {
+        let bytes = 4 * n_embd * heads * head;
+        let dims = [n_embd as u64, (heads * head) as u64];
+        narrow(&mut halved, &format!("blk.1.{part}.weight"), 2 * bytes, bytes, &dims);
+    }
+    narrow(&mut halved, output, 4 * 4 * head, 4 * 2 * head, &[2 * head as u64, n_embd as u64]);
+    halved.set("qwen3moe.attention.head_count", list([4, 2]));
+    halved.set("qwen3moe.attention.head_count_kv", list([2, 1]));
+    let logits = |source: &MemorySource| logits_of(source, &TOKENS.map(|token| token % 80));
+    let far = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(far(logits(&unheard), logits(&halved)) < 1e-5);
+    assert!(far(logits(&whole), logits(&halved)) > 1e-2);
+
+    for (key, value, says) in [
+        ("attention.head_count", Value::Array(vec![Value::U32(4)]), "holds 1 values"),
+        ("attention.head_count", Value::Array(vec![Value::I32(-1); 2]), "holds other values"),
+        ("attention.head_count", list([4, 0]), "holds 0"),
+        ("expert_count", list([6, 0]), "the experts of layer 1, which has some"),
+        ("expert_used_count", list([2, 7]), "holds 7, expected 1 to 6"),
+    ] {
+        let mut wrong = whole.clone();
+        wrong.set(&format!("qwen3moe.{key}"), value);
+        let error = Model::describe(&wrong).unwrap_err().to_string();
+        assert!(error.contains(&format!("qwen3moe.{key}")) && error.contains(says), "{error}");
+    }
+}
+
+/// The oracle takes a layer's experts from its router: it needs no count.
+#[test]
+fn expert_counts_and_widths_may_differ_from_layer_to_layer() {
+    let mut source = MemorySource::random("qwen3moe", SMALL, 12);
+    let (n_embd, n_ff) = (SMALL.n_embd as u64, 40);
+    for (part, dims) in [
+        ("gate_inp", vec![n_embd, 4]),
+        ("gate_exps", vec![n_embd, n_ff, 4]),
+        ("up_exps", vec![n_embd, n_ff, 4]),
+        ("down_exps", vec![n_ff, n_embd, 4]),
+    ] {
+        let name = format!("blk.1.ffn_{part}.weight");
+        source.remove(&name);
+        let n = dims.iter().product::<u64>() as usize;
+        add_f32(&mut source, &name, &dims, &random(n as u64, n));
+    }
+    source.set("qwen3moe.expert_count", list([6, 4]));
+    source.set("qwen3moe.expert_feed_forward_length", list([SMALL.n_ff as u32, n_ff as u32]));
+    let tokens = TOKENS.map(|token| token % 80);
+    let ours = logits_of(&source, &tokens);
+    let oracle = naive_forward::logits(&source, naive_forward::Pairs::Halves, &tokens);
+    let far = ours.iter().zip(oracle.last().unwrap());
+    let far = far.map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+    assert!(far < 1e-3, "{far}");
+    let shape = Model::describe(&source).unwrap().shape();
+    assert_eq!(shape.moe_layers.iter().map(|layer| layer.n_expert()).collect::<Vec<_>>(), [6, 4]);
+    assert_eq!(shape.moe_layers[1].experts[0][2].n_in, 40);
+}
+
+/// Layers without experts may say so in the list.
+#[test]
+fn a_list_of_experts_has_zeros_where_layers_are_dense() {
+    let mut source = MemorySource::random("qwen3moe", SMALL, 12);
+    source.set("qwen3moe.expert_count", list([6, 6]));
+    source.set("qwen3moe.expert_used_count", list([2, 2]));
+    let tokens = TOKENS.map(|token| token % 80);
+    let plain = MemorySource::random("qwen3moe", SMALL, 12);
+    assert_eq!(logits_of(&source, &tokens), logits_of(&plain, &tokens));
+
+    let mut dense = reference("tiny-llama-f32");
+    for part in ["gate_inp", "gate_exps", "up_exps", "down_exps"] {
+        dense.remove(&format!("blk.0.ffn_{part}.weight"));
+    }
+    for (part, dims) in [("gate", [64, 48]), ("up", [64, 48]), ("down", [48, 64])] {
+        add_f32(&mut dense, &format!("blk.0.ffn_{part}.weight"), &dims, &random(7, 64 * 48));
+    }
+    dense.set("llama.expert_count", list([0, 8]));
+    dense.set("llama.expert_used_count", list([0, 2]));
+    dense.set("llama.feed_forward_length", list([48, 32]));
+    let shape = Model::describe(&dense).unwrap().shape();
+    let layers: Vec<(u32, usize)> =
+        shape.moe_layers.iter().map(|layer| (layer.layer.0, layer.n_expert())).collect();
+    assert_eq!(layers, [(1, 8)]);
+    assert!(logits_of(&dense, &TOKENS).iter().all(|logit| logit.is_finite()));
 }

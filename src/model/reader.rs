@@ -33,30 +33,21 @@ pub(super) fn has_experts(source: &dyn TensorSource) -> bool {
     source.tensors().iter().any(|tensor| stacked(&tensor.name))
 }
 
-/// The sizes that every family has.
+/// The sizes that every family has: of the layer that is being read where the file lists them layer by layer, of the
+/// whole model the largest.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
     pub n_layer: usize,
     pub n_ctx: usize,
     pub n_embd: usize,
     pub n_head: usize,
-    /// Of every layer, or one number for all; 0 where a layer has no attention.
-    n_head_kv: Vec<usize>,
+    /// 0 in a layer without attention.
+    pub n_head_kv: usize,
     pub head_dim: usize,
     pub n_expert: usize,
     pub n_used: usize,
     /// Of every norm.
     pub eps: f32,
-}
-
-impl Sizes {
-    /// Key heads of a layer; 0 in a layer without attention.
-    pub fn n_head_kv(&self, at: LayerId) -> usize {
-        match self.n_head_kv[..] {
-            [all] => all,
-            ref each => each.get(at.index()).copied().unwrap_or(0),
-        }
-    }
 }
 
 /// Whether a file may leave out `output.weight`.
@@ -75,12 +66,14 @@ pub(super) struct Reader<'a> {
     weights: WeightTable,
     /// Tensors that the description uses.
     used: BTreeSet<&'a str>,
+    /// The layer that is being read: which number of a list counts.
+    layer: Option<usize>,
 }
 
 /// Tensors.
 impl<'a> Reader<'a> {
     pub fn new(source: &'a dyn TensorSource, architecture: &'a str) -> Self {
-        Reader { source, architecture, weights: WeightTable::default(), used: BTreeSet::new() }
+        Reader { source, architecture, weights: WeightTable::default(), used: BTreeSet::new(), layer: None }
     }
 
     /// Whether there is a tensor of this name.
@@ -144,16 +137,21 @@ impl<'a> Reader<'a> {
         Ok(RmsNorm { weight: self.f32_values(&in_layer(at, part), &[width])?, eps })
     }
 
-    /// Builds `n_layer` layers, as long as their tensors are there.
+    /// Builds the model's layers, as long as their tensors are there. Each gets its own sizes, and keys read for it may
+    /// be lists of a number for each layer.
     pub fn layers(
         &mut self,
-        sizes: &Sizes,
-        mut layer: impl FnMut(&mut Self, LayerId) -> Result<Layer, ModelError>,
+        model: &Sizes,
+        mut layer: impl FnMut(&mut Self, LayerId, &Sizes) -> Result<Layer, ModelError>,
     ) -> Result<Vec<Layer>, ModelError> {
         let mut layers = Vec::new();
-        for at in 0..sizes.n_layer {
-            layers.push(layer(self, LayerId(at as u32))?);
+        for at in 0..model.n_layer {
+            self.layer = Some(at);
+            let &Sizes { n_layer, head_dim, .. } = model;
+            let sizes = Sizes { n_layer, head_dim, ..self.sizes_but_head_dim()? };
+            layers.push(layer(self, LayerId(at as u32), &sizes)?);
         }
+        self.layer = None;
         Ok(layers)
     }
 

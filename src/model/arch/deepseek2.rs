@@ -13,8 +13,6 @@ use crate::units::LayerId;
 struct Extent {
     latent: LatentSizes,
     n_dense_layers: usize,
-    dense_ff: usize,
-    expert_ff: usize,
     n_shared: usize,
 }
 
@@ -23,11 +21,9 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let extent = Extent {
         latent: file.latent_sizes()?,
         n_dense_layers: file.count_or_zero("leading_dense_block_count")?,
-        dense_ff: file.count("feed_forward_length")?,
-        expert_ff: file.count("expert_feed_forward_length")?,
         n_shared: file.count_or_zero("expert_shared_count")?,
     };
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &extent))?;
+    let layers = file.layers(&sizes, |file, at, sizes| layer(file, at, sizes, &extent))?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
@@ -37,7 +33,8 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> 
         mixer: Mixer::Latent(file.latent_attention(at, sizes, &extent.latent)?),
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
         ffn: if at.index() < extent.n_dense_layers {
-            Ffn::Dense(file.dense(at, "", sizes.n_embd, extent.dense_ff)?)
+            let n_ff = file.count("feed_forward_length")?;
+            Ffn::Dense(file.dense(at, "", sizes.n_embd, n_ff)?)
         } else {
             Ffn::Routed(routed(file, at, sizes, extent)?)
         },
@@ -55,8 +52,9 @@ fn routed(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) ->
         groups: file.expert_groups(sizes)?,
         ..RoutingRule::default()
     };
-    let routed = file.routed(at, sizes, extent.expert_ff, rule)?;
-    let shared = match extent.n_shared * extent.expert_ff {
+    let expert_ff = file.count("expert_feed_forward_length")?;
+    let routed = file.routed(at, sizes, expert_ff, rule)?;
+    let shared = match extent.n_shared * expert_ff {
         0 => None,
         n_ff => Some(Shared { ffn: file.dense(at, "_shexp", sizes.n_embd, n_ff)?, gate: None }),
     };

@@ -15,12 +15,12 @@ const WINDOW_PERIOD: usize = 2;
 
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
-    let n_ff = file.count("expert_feed_forward_length")?;
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
+    let layers = file.layers(&sizes, layer)?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::Required)
 }
 
-fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Layer, ModelError> {
+    let n_ff = file.count("expert_feed_forward_length")?;
     let rule = RoutingRule {
         gating: Gating::SoftmaxOfChosen,
         n_used: sizes.n_used,

@@ -13,8 +13,6 @@ const FINAL_NORM: &str = "token_embd_norm.weight";
 struct Extent {
     n_taps: usize,
     n_dense_layers: usize,
-    dense_ff: usize,
-    expert_ff: usize,
 }
 
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
@@ -22,17 +20,15 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let extent = Extent {
         n_taps: file.count("shortconv.l_cache")?,
         n_dense_layers: file.count_or_zero("leading_dense_block_count")?,
-        dense_ff: file.count("feed_forward_length")?,
-        expert_ff: file.count("expert_feed_forward_length")?,
     };
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &extent))?;
+    let layers = file.layers(&sizes, |file, at, sizes| layer(file, at, sizes, &extent))?;
     file.finish(&sizes, layers, FINAL_NORM, Head::TiedIfAbsent)
 }
 
 fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> Result<Layer, ModelError> {
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
-        mixer: match sizes.n_head_kv(at) {
+        mixer: match sizes.n_head_kv {
             0 => Mixer::ShortConv(file.short_conv(at, sizes.n_embd, extent.n_taps)?),
             _ => Mixer::Attention(Attention {
                 q_norm: Some(file.norm(at, "attn_q_norm", sizes.head_dim, sizes.eps)?),
@@ -42,7 +38,8 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> 
         },
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
         ffn: if at.index() < extent.n_dense_layers {
-            Ffn::Dense(file.dense(at, "", sizes.n_embd, extent.dense_ff)?)
+            let n_ff = file.count("feed_forward_length")?;
+            Ffn::Dense(file.dense(at, "", sizes.n_embd, n_ff)?)
         } else {
             let rule = RoutingRule {
                 gating: file.required_gating()?,
@@ -52,7 +49,8 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, extent: &Extent) -> 
                 selection_bias: Some(file.bias(at, "exp_probs_b", sizes.n_expert)?),
                 ..RoutingRule::default()
             };
-            Ffn::Routed(file.routed(at, sizes, extent.expert_ff, rule)?)
+            let n_ff = file.count("expert_feed_forward_length")?;
+            Ffn::Routed(file.routed(at, sizes, n_ff, rule)?)
         },
     })
 }

@@ -10,13 +10,13 @@ use crate::units::LayerId;
 
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
-    let n_ff = file.count("feed_forward_length")?;
     file.skip(|name| name.ends_with("_shexp.weight"));
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
+    let layers = file.layers(&sizes, layer)?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
-fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Layer, ModelError> {
+    let n_ff = file.count("feed_forward_length")?;
     let rule = RoutingRule {
         n_used: sizes.n_used,
         normalise: true,

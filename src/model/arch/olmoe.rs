@@ -7,19 +7,19 @@ use crate::units::LayerId;
 
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
-    let n_ff = file.count("feed_forward_length")?;
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
+    let layers = file.layers(&sizes, layer)?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::Required)
 }
 
-fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Layer, ModelError> {
+    let n_ff = file.count("feed_forward_length")?;
     let rule =
         RoutingRule { n_used: sizes.n_used, scale: file.expert_weights_scale()?, ..RoutingRule::default() };
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
         mixer: Mixer::Attention(Attention {
             q_norm: Some(file.norm(at, "attn_q_norm", sizes.n_head * sizes.head_dim, sizes.eps)?),
-            k_norm: Some(file.norm(at, "attn_k_norm", sizes.n_head_kv(at) * sizes.head_dim, sizes.eps)?),
+            k_norm: Some(file.norm(at, "attn_k_norm", sizes.n_head_kv * sizes.head_dim, sizes.eps)?),
             ..file.attention(at, sizes, Pairing::Halves)?
         }),
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,

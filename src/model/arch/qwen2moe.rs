@@ -6,32 +6,24 @@ use crate::model::reader::{Head, OUTPUT_NORM, Reader, Sizes};
 use crate::model::{Model, ModelError};
 use crate::units::LayerId;
 
-/// Widths of the feed-forward networks.
-struct Widths {
-    expert: usize,
-    shared: usize,
-}
-
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
-    let widths = Widths {
-        expert: match file.optional_count("expert_feed_forward_length")? {
-            Some(n_ff) => n_ff,
-            None => file.count("feed_forward_length")? / sizes.n_used,
-        },
-        shared: match file.count_or_zero("expert_shared_feed_forward_length")? {
-            0 => file.count("feed_forward_length")?,
-            n_ff => n_ff,
-        },
-    };
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, &widths))?;
+    let layers = file.layers(&sizes, layer)?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
-fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> Result<Layer, ModelError> {
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Layer, ModelError> {
+    let expert_ff = match file.optional_count("expert_feed_forward_length")? {
+        Some(n_ff) => n_ff,
+        None => file.count("feed_forward_length")? / sizes.n_used.max(1),
+    };
+    let shared_ff = match file.count_or_zero("expert_shared_feed_forward_length")? {
+        0 => file.count("feed_forward_length")?,
+        n_ff => n_ff,
+    };
     let rule =
         RoutingRule { n_used: sizes.n_used, scale: file.expert_weights_scale()?, ..RoutingRule::default() };
-    let shared = Some(file.gated_shared(at, sizes.n_embd, widths.shared)?);
+    let shared = Some(file.gated_shared(at, sizes.n_embd, shared_ff)?);
     Ok(Layer {
         mixer_norm: file.norm(at, "attn_norm", sizes.n_embd, sizes.eps)?,
         mixer: Mixer::Attention(Attention {
@@ -39,6 +31,6 @@ fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, widths: &Widths) -> 
             ..file.attention(at, sizes, Pairing::Halves)?
         }),
         ffn_norm: file.norm(at, "ffn_norm", sizes.n_embd, sizes.eps)?,
-        ffn: Ffn::Routed(Routed { shared, ..file.routed(at, sizes, widths.expert, rule)? }),
+        ffn: Ffn::Routed(Routed { shared, ..file.routed(at, sizes, expert_ff, rule)? }),
     })
 }

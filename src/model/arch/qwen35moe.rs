@@ -11,6 +11,6 @@ pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     file.rope_sections()?;
     file.skip_next_token_blocks(&mut sizes)?;
     let nets = file.nets(&sizes, KeyHeads::InTurn)?;
-    let layers = file.layers(&sizes, |file, at| file.net_layer(at, &sizes, &nets))?;
+    let layers = file.layers(&sizes, |file, at, sizes| file.net_layer(at, sizes, &nets))?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }

@@ -10,15 +10,15 @@ use crate::units::LayerId;
 
 pub(super) fn describe(mut file: Reader<'_>) -> Result<Model, ModelError> {
     let sizes = file.sizes()?;
-    let n_ff = match file.optional_count("expert_feed_forward_length")? {
-        Some(n_ff) => n_ff,
-        None => file.count("feed_forward_length")? / sizes.n_used,
-    };
-    let layers = file.layers(&sizes, |file, at| layer(file, at, &sizes, n_ff))?;
+    let layers = file.layers(&sizes, layer)?;
     file.finish(&sizes, layers, OUTPUT_NORM, Head::TiedIfAbsent)
 }
 
-fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes, n_ff: usize) -> Result<Layer, ModelError> {
+fn layer(file: &mut Reader<'_>, at: LayerId, sizes: &Sizes) -> Result<Layer, ModelError> {
+    let n_ff = match file.optional_count("expert_feed_forward_length")? {
+        Some(n_ff) => n_ff,
+        None => file.count("feed_forward_length")? / sizes.n_used.max(1),
+    };
     let rule = RoutingRule {
         n_used: sizes.n_used,
         normalise: true,

@@ -35,7 +35,7 @@ impl Reader<'_> {
         gated: bool,
     ) -> Result<Attention, ModelError> {
         let &Sizes { n_embd, n_head, head_dim, .. } = sizes;
-        let n_head_kv = sizes.n_head_kv(at);
+        let n_head_kv = sizes.n_head_kv;
         if n_head_kv == 0 || !n_head.is_multiple_of(n_head_kv) {
             return Err(self.setting("attention.head_count_kv", n_head_kv, format!("a divisor of {n_head}")));
         }
@@ -66,7 +66,7 @@ impl Reader<'_> {
         if self.source.find(&name("q")).is_none() {
             return Ok(None);
         }
-        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv(at) * sizes.head_dim);
+        let (q_width, kv_width) = (sizes.n_head * sizes.head_dim, sizes.n_head_kv * sizes.head_dim);
         Ok(Some([
             self.f32_values(&name("q"), &[q_width])?,
             self.f32_values(&name("k"), &[kv_width])?,

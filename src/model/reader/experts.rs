@@ -41,8 +41,8 @@ impl Reader<'_> {
         rule: RoutingRule,
     ) -> Result<Routed, ModelError> {
         let &Sizes { n_embd, n_expert, .. } = sizes;
-        let router = self.exact_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
         self.bank(at, n_embd, n_ff, n_expert)?;
+        let router = self.exact_matrix(&in_layer(at, "ffn_gate_inp"), n_embd, n_expert)?;
         Ok(Routed { router, n_expert, rule, shared: None })
     }
 
@@ -82,6 +82,13 @@ impl Reader<'_> {
         n_ff: usize,
         n_expert: usize,
     ) -> Result<(), ModelError> {
+        if n_expert == 0 {
+            return Err(self.setting(
+                "expert_count",
+                0,
+                format!("the experts of layer {at}, which has some"),
+            ));
+        }
         let fused = in_layer(at, "ffn_gate_up_exps");
         let [gate, up] = if self.has(&fused) {
             self.gate_and_up(&fused, n_embd, n_ff, n_expert)?

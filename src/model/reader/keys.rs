@@ -28,7 +28,7 @@ impl<'a> Reader<'a> {
 
     /// A size that may be missing.
     pub fn optional_count(&self, key: &str) -> Result<Option<usize>, ModelError> {
-        let Some(found) = self.metadata().optional_u32(&self.key(key))? else { return Ok(None) };
+        let Some(found) = self.number(key)? else { return Ok(None) };
         match usize::try_from(found) {
             Ok(count) if (1..=MAX_SIZE).contains(&count) => Ok(Some(count)),
             _ => Err(self.setting(key, found, format!("1 to {MAX_SIZE}"))),
@@ -37,9 +37,34 @@ impl<'a> Reader<'a> {
 
     /// A size that may be 0, which is also what a missing one means.
     pub fn count_or_zero(&self, key: &str) -> Result<usize, ModelError> {
-        match self.metadata().optional_u32(&self.key(key))? {
+        match self.number(key)? {
             None | Some(0) => Ok(0),
             Some(_) => self.count(key),
+        }
+    }
+
+    /// A number that may be missing. Of a list, which has one for each layer, that of the layer that is being read; of
+    /// the whole model the largest.
+    fn number(&self, key: &str) -> Result<Option<u64>, ModelError> {
+        let Some(each) = self.list(key) else {
+            return Ok(self.metadata().optional_u32(&self.key(key))?.map(u64::from));
+        };
+        let expected = || "as many numbers as there are layers";
+        let n_block = self.metadata().optional_u32(&self.key("block_count"))?;
+        if n_block.is_none_or(|n_block| each.len() as u64 != u64::from(n_block)) {
+            return Err(self.setting(key, format!("{} values", each.len()), expected()));
+        }
+        let found = match self.layer {
+            Some(at) => each.get(at).and_then(Value::as_u64),
+            None => each.iter().map(Value::as_u64).max().flatten(),
+        };
+        found.map(Some).ok_or_else(|| self.setting(key, "other values", expected()))
+    }
+
+    fn list(&self, key: &str) -> Option<&'a [Value]> {
+        match self.metadata().get(&self.key(key)) {
+            Some(Value::Array(each)) => Some(each),
+            _ => None,
         }
     }
 
@@ -105,12 +130,17 @@ impl<'a> Reader<'a> {
         let (n_embd, n_head) = (self.count("embedding_length")?, self.count("attention.head_count")?);
         let (n_expert, n_used) = self.expert_counts()?;
         let n_layer = self.count("block_count")?;
+        let kv_heads = "attention.head_count_kv";
+        let n_head_kv = match self.number(kv_heads)? {
+            None => n_head,
+            Some(_) => self.count_or_zero(kv_heads)?,
+        };
         Ok(Sizes {
             n_layer,
             n_ctx: self.count("context_length")?,
             n_embd,
             n_head,
-            n_head_kv: self.kv_heads(n_layer, n_head)?,
+            n_head_kv,
             head_dim: 0,
             n_expert,
             n_used,
@@ -120,6 +150,10 @@ impl<'a> Reader<'a> {
 
     /// Experts of a layer, and those that a token is sent to.
     pub(super) fn expert_counts(&self) -> Result<(usize, usize), ModelError> {
+        // A list has zeros where layers are dense.
+        if self.list("expert_count").is_some() && self.count_or_zero("expert_count")? == 0 {
+            return Ok((0, 0));
+        }
         let (n_expert, n_used) = (self.count("expert_count")?, self.count("expert_used_count")?);
         if n_expert > MAX_EXPERTS {
             return Err(self.setting("expert_count", n_expert, format!("1 to {MAX_EXPERTS}")));
@@ -128,20 +162,6 @@ impl<'a> Reader<'a> {
             return Err(self.setting("expert_used_count", n_used, format!("1 to {n_expert}")));
         }
         Ok((n_expert, n_used))
-    }
-
-    /// The number of key heads, or a list of one for each layer.
-    fn kv_heads(&self, n_layer: usize, n_head: usize) -> Result<Vec<usize>, ModelError> {
-        let key = "attention.head_count_kv";
-        let Some(Value::Array(each)) = self.metadata().get(&self.key(key)) else {
-            return Ok(vec![self.optional_count(key)?.unwrap_or(n_head)]);
-        };
-        let expected = || format!("{n_layer} numbers, each 0 or a divisor of {n_head}");
-        if each.len() != n_layer {
-            return Err(self.setting(key, format!("{} values", each.len()), expected()));
-        }
-        let heads = each.iter().map(|value| value.as_u64().and_then(|n| usize::try_from(n).ok()));
-        heads.collect::<Option<_>>().ok_or_else(|| self.setting(key, "other values", expected()))
     }
 
     fn head_dim(&self, n_embd: usize, n_head: usize) -> Result<usize, ModelError> {

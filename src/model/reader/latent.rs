@@ -94,7 +94,7 @@ impl Reader<'_> {
         sizes: &Sizes,
         widths: &LatentSizes,
     ) -> Result<LatentHeads, ModelError> {
-        let (n_head, n_head_kv) = (sizes.n_head, sizes.n_head_kv(at));
+        let (n_head, n_head_kv) = (sizes.n_head, sizes.n_head_kv);
         let &LatentSizes { n_rank, n_nope, n_value, absorbed, .. } = widths;
         let expected = if absorbed { 1 } else { n_head };
         if n_head_kv != expected {

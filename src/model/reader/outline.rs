@@ -1,6 +1,6 @@
 //! Families that cannot be run: their sizes and experts, from the names that all families share.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{EMBEDDING, HEAD, MAX_SIZE, Reader, in_layer};
 use crate::executor::WeightTable;
@@ -15,15 +15,19 @@ impl Reader<'_> {
     /// Every tensor that is no expert counts as read by each token, but of the embedding as such one row.
     pub(in crate::model) fn outline(mut self) -> Result<(ModelShape, WeightTable), ModelError> {
         let n_embd = self.count("embedding_length")?;
-        let (n_expert, n_used) = self.expert_counts()?;
         let n_vocab = self.n_vocab()?;
         let n_layer = self.n_layer_run()?;
+        let mut n_used = BTreeMap::new();
         for at in (0..n_layer).map(|at| LayerId(at as u32)) {
+            self.layer = Some(at.index());
             if self.has_experts(at) {
+                let (n_expert, used) = self.expert_counts()?;
                 let n_ff = self.expert_width(at)?;
                 self.bank(at, n_embd, n_ff, n_expert)?;
+                n_used.insert(at, used);
             }
         }
+        self.layer = None;
         let dense = self.dense_tensors(n_layer, n_embd, n_vocab);
         for (at, _) in self.weights.banks() {
             let router = in_layer(at, "ffn_gate_inp");
@@ -34,7 +38,7 @@ impl Reader<'_> {
             n_layer,
             n_embd,
             n_vocab,
-            moe_layers: moe_layers(&self.weights, |_| Some(n_used)),
+            moe_layers: moe_layers(&self.weights, |at| n_used.get(&at).copied()),
             dense_weights: dense.weights,
             dense_bytes: dense.bytes,
             kv_bytes_per_token: (0..n_layer).map(|at| self.cached_bytes(LayerId(at as u32))).sum(),
