@@ -1,23 +1,32 @@
 //! Text to token ids and back, by the tables that the model's own metadata carries.
 //!
-//! Splitting and merging is done by the crate shimmytok, which never sees the file: it gets a small header made
-//! here from tables that were checked first. Around it this module does what the crate leaves out or gets wrong
-//! (control and user-defined tokens, BOS, lone white space, long texts), and after every call it holds the ids'
-//! bytes to the text, so that nothing can be lost in silence. Only splitting rules that were held to a
-//! reference are accepted; for any other model token ids still work, text does not.
+//! Two kinds are known: byte-level BPE (a text is cut into words by a published rule, `split`, and the bytes of
+//! a word are joined by a table of merges, `bpe`) and SentencePiece in the manner of llama (characters are
+//! joined by score, `spm`). Both join by `merge`. Only rules that were held to a reference are accepted; for any
+//! other model token ids still work, text does not.
+//!
+//! Control tokens are a matter of who wrote the text. `<|im_end|>` is one token where a chat template says it,
+//! and ten characters where a user does; see [`Tokenizer::encode_around`]. Around the stretches that are plain,
+//! nothing else changes: what stands between two control tokens is one text, whoever wrote which part.
 
+mod bpe;
 mod detokenizer;
-mod engine;
+mod merge;
 mod special;
+mod split;
+mod spm;
 mod vocabulary;
+
+use std::ops::Range;
 
 use thiserror::Error;
 
 pub use detokenizer::Detokenizer;
 
 use crate::tensor::{Metadata, MetadataError, Value};
-use engine::Engine;
-use vocabulary::Vocabulary;
+use bpe::Bpe;
+use spm::Spm;
+use vocabulary::{Style, Tables, Vocabulary};
 
 /// Why a model's text cannot be turned into ids.
 #[derive(Debug, Error)]
@@ -26,9 +35,9 @@ pub enum TokenizerError {
     /// A key is missing or of the wrong kind.
     #[error(transparent)]
     Metadata(#[from] MetadataError),
-    /// Another algorithm than byte-level BPE.
+    /// Another algorithm than byte-level BPE and SentencePiece.
     #[error(
-        "tokenizer model `{found}` is not supported, expected `gpt2`; token ids still work, with --tokens"
+        "tokenizer model `{found}` is not supported, expected `gpt2` or `llama`; token ids still work, with --tokens"
     )]
     Model {
         /// `tokenizer.ggml.model`.
@@ -87,29 +96,27 @@ pub enum TokenizerError {
         /// Tokens in the vocabulary.
         n_vocab: usize,
     },
-    /// The engine gave up.
-    #[error("the tokenizer failed: {0}")]
-    Engine(String),
-    /// A text with no place to cut it.
-    #[error("a stretch of {len} bytes has no end of a word, expected one every {limit} bytes at least")]
-    Unbroken {
-        /// Length of the stretch.
-        len: usize,
-        /// Length of the longest that is taken.
-        limit: usize,
-    },
-    /// The ids do not stand for the text.
-    #[error("the tokenizer lost text near `{near}`")]
-    Lost {
-        /// The beginning of the piece in question.
+    /// A rule for words cannot be applied.
+    #[error("the text cannot be cut into words: {0}")]
+    Split(String),
+    /// A byte that no token stands for.
+    #[error("the vocabulary has no token for some byte of `{near}`")]
+    Unspelled {
+        /// The beginning of the word in question.
         near: String,
     },
+}
+
+impl TokenizerError {
+    fn unspelled(word: &str) -> TokenizerError {
+        TokenizerError::Unspelled { near: word.chars().take(20).collect() }
+    }
 }
 
 /// What control tokens in a text are taken for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
-    /// `<|im_end|>` is the control token of that name: for rendered chat templates.
+    /// `<|im_end|>` is the control token of that name: for prompts that are written token by token.
     Parse,
     /// `<|im_end|>` is ten characters: for what users wrote.
     Plain,
@@ -119,11 +126,19 @@ pub enum Special {
 pub struct Tokenizer {
     vocabulary: Vocabulary,
     engine: Engine,
+    /// Whether a text begins with a space that nobody wrote.
+    adds_space: bool,
     bos: Option<u32>,
     eos: Option<u32>,
     add_bos: bool,
     ends: Vec<u32>,
     digest: [u8; 32],
+}
+
+/// What makes ids of text without special tokens.
+enum Engine {
+    Bpe(Bpe),
+    Spm(Spm),
 }
 
 /// Control tokens that end a turn or a text in one family or another, whether or not a key points at them.
@@ -145,13 +160,35 @@ impl Tokenizer {
     ///
     /// [`TokenizerError`]: what is missing, malformed or not supported.
     pub fn from_metadata(metadata: &Metadata) -> Result<Tokenizer, TokenizerError> {
-        let model = metadata.str("tokenizer.ggml.model")?;
-        if model != "gpt2" {
-            return Err(TokenizerError::Model { found: model.to_owned() });
-        }
-        let pre = metadata.optional_str("tokenizer.ggml.pre")?.unwrap_or("none");
-        let rule = engine::rule(pre).ok_or_else(|| TokenizerError::Pre { found: pre.to_owned() })?;
-        let tables = vocabulary::Tables::read(metadata)?;
+        Tokenizer::with_rule(metadata, rule)
+    }
+
+    /// As [`Tokenizer::from_metadata`], with the words of gpt-2 where the model's own rule is not known: near
+    /// enough to count routing over text, not to prompt a model.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenizerError`]: what is missing, malformed or not supported.
+    pub fn near(metadata: &Metadata) -> Result<Tokenizer, TokenizerError> {
+        Tokenizer::with_rule(metadata, |metadata| {
+            rule(metadata).or_else(|error| split::rule("gpt-2").ok_or(error))
+        })
+    }
+
+    fn with_rule(
+        metadata: &Metadata,
+        rule: impl Fn(&Metadata) -> Result<&'static split::Rule, TokenizerError>,
+    ) -> Result<Tokenizer, TokenizerError> {
+        let style = match metadata.str("tokenizer.ggml.model")? {
+            "gpt2" => Style::ByteLevel,
+            "llama" => Style::SentencePiece,
+            found => return Err(TokenizerError::Model { found: found.to_owned() }),
+        };
+        let rule = match style {
+            Style::ByteLevel => Some(rule(metadata)?),
+            Style::SentencePiece => None,
+        };
+        let tables = Tables::read(metadata, style)?;
         let vocabulary = tables.vocabulary();
         let n_vocab = tables.tokens.len();
 
@@ -161,40 +198,72 @@ impl Tokenizer {
         };
         let (bos, eos) = (id("tokenizer.ggml.bos_token_id")?, id("tokenizer.ggml.eos_token_id")?);
         let (eot, eom) = (id("tokenizer.ggml.eot_token_id")?, id("tokenizer.ggml.eom_token_id")?);
-        let add_bos = metadata.optional_bool("tokenizer.ggml.add_bos_token")?.unwrap_or(rule.adds_bos);
+        let add_bos = metadata
+            .optional_bool("tokenizer.ggml.add_bos_token")?
+            .unwrap_or(rule.is_none_or(|rule| rule.adds_bos));
         if add_bos && bos.is_none() {
             return Err(MetadataError::Missing("tokenizer.ggml.bos_token_id".to_owned()).into());
         }
         let named = ENDS.iter().filter_map(|name| vocabulary.control(name));
         let ends = [eos, eot, eom].into_iter().flatten().chain(named).collect();
-        let engine = Engine::new(rule, &tables)?;
-        Ok(Tokenizer { vocabulary, engine, bos, eos, add_bos, ends, digest: digest(metadata) })
+        let space = metadata.optional_bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+        let adds_space = space && style == Style::SentencePiece;
+        let engine = match rule {
+            Some(rule) => Engine::Bpe(Bpe::new(rule, &tables)?),
+            None => Engine::Spm(Spm::new(&tables, adds_space)),
+        };
+        Ok(Tokenizer { vocabulary, engine, adds_space, bos, eos, add_bos, ends, digest: digest(metadata) })
     }
 
     /// The ids of `text`, after BOS where the model wants it. EOS is never added: it would end a prompt.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Unbroken`] for a run of more than 128 KiB without the end of a word;
-    /// [`TokenizerError::Lost`] if the ids would not stand for the text.
+    /// [`TokenizerError::Unspelled`] for text that the vocabulary has no tokens for.
     pub fn encode(&self, text: &str, special: Special) -> Result<Vec<u32>, TokenizerError> {
-        let bos = self.bos.filter(|_| self.add_bos);
-        let mut ids: Vec<u32> = bos.into_iter().collect();
-        for part in special::split(text, self.vocabulary.specials(), special) {
-            match part {
-                special::Part::Token(id) => ids.push(id),
-                special::Part::Text(text) => self.engine.encode(text, &self.vocabulary, &mut ids)?,
-            }
+        match special {
+            Special::Parse => self.encode_around(text, &[]),
+            Special::Plain => self.encode_around(text, std::slice::from_ref(&(0..text.len()))),
         }
+    }
+
+    /// The ids of `text`, in which control tokens count but where they touch a range of `plain`. The ranges are
+    /// in bytes and ascend. BOS comes first where the model wants it, once even if the text says it too.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenizerError::Unspelled`] for text that the vocabulary has no tokens for.
+    pub fn encode_around(&self, text: &str, plain: &[Range<usize>]) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = Vec::new();
+        let mut begins = true;
+        for part in special::split(text, self.vocabulary.specials(), plain) {
+            match (part, &self.engine) {
+                (special::Part::Token(id), _) => {
+                    ids.push(id);
+                    begins = true;
+                    continue;
+                }
+                (special::Part::Text(range), Engine::Bpe(bpe)) => bpe.encode(&text[range], &mut ids)?,
+                (special::Part::Text(range), Engine::Spm(spm)) => {
+                    spm.encode(&text[range], begins, &mut ids)?;
+                }
+            }
+            begins = false;
+        }
+        let bos = self.bos.filter(|bos| self.add_bos && ids.first() != Some(bos));
+        ids.splice(0..0, bos);
         Ok(ids)
     }
 
-    /// The text of `ids`, without control tokens. Bytes that are no UTF-8, and ids outside the vocabulary,
-    /// become U+FFFD.
+    /// The text of `ids`, without control tokens and the space that encoding put first. Bytes that are no UTF-8,
+    /// and ids outside the vocabulary, become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         let mut detokenizer = self.detokenizer();
         let mut text: String = ids.iter().map(|&id| detokenizer.push(id)).collect();
         text.push_str(&detokenizer.finish());
+        if self.adds_space && text.starts_with(' ') {
+            text.remove(0);
+        }
         text
     }
 
@@ -228,6 +297,12 @@ impl Tokenizer {
     pub fn digest(&self) -> [u8; 32] {
         self.digest
     }
+}
+
+/// How a byte-level vocabulary cuts words.
+fn rule(metadata: &Metadata) -> Result<&'static split::Rule, TokenizerError> {
+    let pre = metadata.optional_str("tokenizer.ggml.pre")?.unwrap_or("none");
+    split::rule(pre).ok_or_else(|| TokenizerError::Pre { found: pre.to_owned() })
 }
 
 /// A digest of all that decides how text becomes ids: every entry under `tokenizer.ggml.`. Two models with the

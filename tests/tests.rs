@@ -24,6 +24,7 @@ mod reference;
 mod regression;
 mod routing;
 mod run;
+mod sentencepiece;
 mod shapes;
 mod support;
 mod threads;

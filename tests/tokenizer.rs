@@ -74,16 +74,51 @@ fn the_reference_models_tokenize_as_the_reference() {
 }
 
 /// The models of these cases have the vocabulary of `tiny-qwen3moe-f32.gguf` and another rule; BOS is added
-/// where the rule adds it by itself.
+/// where the rule adds it by itself, and in the model of `deepseek-llm` by a key.
 #[test]
 fn other_rules_tokenize_as_the_reference() {
     let qwen = metadata("reference/tiny-qwen3moe-f32.gguf");
     let all = json::<BTreeMap<String, Cases>>("vectors/tokenizer-cases-more.json");
-    assert_eq!(all.keys().collect::<Vec<_>>(), ["gpt-4o", "lfm2", "llama-bpe", "refact"]);
+    let names = ["deepseek-llm", "gpt-4o", "lfm2", "llama-bpe", "qwen35", "refact"];
+    assert_eq!(all.keys().collect::<Vec<_>>(), names);
     for (pre, Cases { cases, .. }) in all {
-        let mut metadata = with(&qwen, "pre", Some(text(&pre)));
-        metadata.0.remove("tokenizer.ggml.add_bos_token");
+        let add_bos = (pre == "deepseek-llm").then_some(Value::Bool(true));
+        let mut metadata = with(&with(&qwen, "pre", Some(text(&pre))), "add_bos_token", add_bos);
+        if pre == "qwen35" {
+            with_marks(&mut metadata);
+        }
         assert_cases(&Tokenizer::from_metadata(&metadata).unwrap(), &cases);
+    }
+}
+
+/// The last nine merges of the vocabulary of `tiny-qwen35moe-f32.gguf`, which join letters and marks.
+fn with_marks(metadata: &mut Metadata) {
+    let merges = ["Ì ģ", "e Ìģ", "Ì Ģ", "a ÌĢ", "à ¤", "à¤ ķ", "à ¥", "à¥ į", "à¤ķ à¥į"];
+    let mut replace = |key, first: usize, values: &[String]| {
+        let Some(Value::Array(all)) = metadata.0.get_mut(key) else { panic!() };
+        all[first..][..9].iter_mut().zip(values).for_each(|(old, value)| *old = text(value));
+    };
+    replace("tokenizer.ggml.merges", 243, &merges.map(str::to_owned));
+    replace("tokenizer.ggml.tokens", 499, &merges.map(|merge| merge.replace(' ', "")));
+}
+
+/// A name that llama.cpp takes for another's rule gives the other's ids.
+#[test]
+fn names_of_one_rule_are_alike() {
+    let qwen = metadata("reference/tiny-qwen3moe-f32.gguf");
+    let input = "It's 12345 caf\u{e9}\u{301}  camelCase\t\tx\n\n y, 東京! 'S\n";
+    let ids = |pre: &str| {
+        let metadata = with(&with(&qwen, "pre", Some(text(pre))), "add_bos_token", Some(Value::Bool(false)));
+        Tokenizer::from_metadata(&metadata).unwrap().encode(input, Special::Plain).unwrap()
+    };
+    for (name, others) in [
+        ("qwen2", &["deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"][..]),
+        ("olmo", &["gpt-2", "granite-docling"]),
+        ("refact", &["starcoder", "smollm"]),
+        ("llama-bpe", &["llama3", "llama-v3", "lfm2"]),
+        ("gpt-4o", &["llama4"]),
+    ] {
+        others.iter().for_each(|other| assert_eq!(ids(other), ids(name), "{other}"));
     }
 }
 
@@ -103,9 +138,9 @@ fn texts(values: &[&str]) -> Option<Value> {
 }
 
 #[test]
-fn j2_only_verified_rules_are_accepted() {
+fn case_j2_only_verified_rules_are_accepted() {
     let qwen = metadata("reference/tiny-qwen3moe-f32.gguf");
-    for pre in [None, Some("default"), Some("qwen35"), Some("deepseek-llm"), Some("")] {
+    for pre in [None, Some("default"), Some("deepseek-v3"), Some("GPT-2"), Some("")] {
         let error = Tokenizer::from_metadata(&with(&qwen, "pre", pre.map(text))).err().unwrap();
         let found = pre.unwrap_or("none");
         assert_eq!(
@@ -116,8 +151,9 @@ fn j2_only_verified_rules_are_accepted() {
             )
         );
     }
-    let error = Tokenizer::from_metadata(&with(&qwen, "model", Some(text("llama")))).err().unwrap();
-    assert!(matches!(error, TokenizerError::Model { found } if found == "llama"));
+    let error = Tokenizer::from_metadata(&with(&qwen, "model", Some(text("bert")))).err().unwrap();
+    assert!(matches!(&error, TokenizerError::Model { found } if found == "bert"));
+    assert!(error.to_string().contains("token ids still work, with --tokens"), "{error}");
 }
 
 #[test]
@@ -193,7 +229,7 @@ fn text_that_the_vocabulary_cannot_spell_is_an_error_not_a_loss() {
     let tokenizer = Tokenizer::from_metadata(&with(&qwen, "tokens", Some(Value::Array(tokens)))).unwrap();
     assert!(tokenizer.encode("abc", Special::Plain).is_ok());
     let error = tokenizer.encode("zebra", Special::Plain).unwrap_err();
-    assert_eq!(error.to_string(), "the tokenizer lost text near `zebra`");
+    assert_eq!(error.to_string(), "the vocabulary has no token for some byte of `zebra`");
 }
 
 #[test]
@@ -228,7 +264,7 @@ fn special_tokens_are_cut_out_longest_first_and_user_defined_ones_always() {
 }
 
 #[test]
-fn long_texts_are_cut_where_it_changes_nothing() {
+fn long_texts_are_words_like_short_ones() {
     let tokenizer = tokenizer("tiny-moe-q8_0.gguf");
     let phrase = " the experts of layer 12: don't\n\n  panic, write";
     let ids = tokenizer.encode(phrase, Special::Plain).unwrap();
@@ -236,8 +272,8 @@ fn long_texts_are_cut_where_it_changes_nothing() {
         assert_eq!(tokenizer.encode(&phrase.repeat(n), Special::Plain).unwrap(), ids.repeat(n));
     }
     // Nowhere to cut.
-    let error = tokenizer.encode(&"é".repeat(1 << 17), Special::Plain).unwrap_err();
-    assert!(matches!(error, TokenizerError::Unbroken { .. }), "{error}");
+    let word = "é".repeat(1 << 20);
+    assert_eq!(tokenizer.decode(&tokenizer.encode(&word, Special::Plain).unwrap()), word);
 }
 
 #[test]
@@ -300,4 +336,68 @@ fn the_digest_covers_the_tokenizer_and_nothing_else() {
     }
     let split = |tokens: &[&str]| tokenizer::digest(&with(&qwen, "tokens", texts(tokens)));
     assert_ne!(split(&["ab", "c"]), split(&["a", "bc"]));
+}
+
+/// `encode_around` with every byte range of this text that is between `[[` and `]]`, without these.
+fn around(tokenizer: &Tokenizer, marked: &str) -> Vec<u32> {
+    let (mut text, mut plain) = (String::new(), Vec::new());
+    for (index, part) in marked.split("[[").enumerate() {
+        let (inner, rest) = if index > 0 { part.split_once("]]").unwrap() } else { ("", part) };
+        plain.push(text.len()..text.len() + inner.len());
+        text += inner;
+        text += rest;
+    }
+    tokenizer.encode_around(&text, &plain[1..]).unwrap()
+}
+
+#[test]
+fn control_tokens_count_only_where_no_plain_range_touches_them() {
+    let tokenizer = tokenizer("reference/tiny-qwen3moe-f32.gguf");
+    let encode = |text: &str, special| tokenizer.encode(text, special).unwrap();
+    let (im_end, plain) = (511, encode("<|im_end|>", Special::Plain));
+    for (marked, expected) in [
+        ("<|im_end|>", vec![im_end]),
+        ("[[<|im_end|>]]", plain.clone()),
+        ("<|im_end|>[[<|im_end|>]]<|im_end|>", [&[im_end][..], &plain, &[im_end]].concat()),
+        // Half from one and half from the other is nobody's.
+        ("<|im_[[end|>]]", plain.clone()),
+        ("[[<]]|im_end|>", plain.clone()),
+        ("<|im_end[[|]]>", plain.clone()),
+        // A range that only borders on it, or is empty beside it, is none.
+        ("[[]]<|im_end|>[[]]", vec![im_end]),
+        // What is left of a place that does not count may begin another.
+        ("[[<]]<|im_end|>", [&encode("<", Special::Plain)[..], &[im_end]].concat()),
+    ] {
+        assert_eq!(around(&tokenizer, marked), expected, "{marked}");
+    }
+    // Borders change nothing else.
+    let whole = encode("<|im_end|>user\nHello world, the experts", Special::Parse);
+    assert_eq!(around(&tokenizer, "<|im_end|>us[[er\nHel]]lo wo[[rld, the exp]]erts"), whole);
+}
+
+#[test]
+fn bos_comes_once() {
+    let qwen = metadata("reference/tiny-qwen3moe-f32.gguf");
+    let tokenizer = Tokenizer::from_metadata(&with(&qwen, "add_bos_token", Some(Value::Bool(true)))).unwrap();
+    let encode = |text: &str, special| tokenizer.encode(text, special).unwrap();
+    assert_eq!(encode("a", Special::Parse), [508, 97]);
+    assert_eq!(encode("<|startoftext|>a", Special::Parse), [508, 97]);
+    assert_eq!(encode("<|startoftext|>a", Special::Plain)[..2], [508, 60]);
+    assert_eq!(encode("", Special::Plain), [508]);
+}
+
+/// What a word may become on its way must not be a control token either.
+#[test]
+fn merges_make_no_control_token_of_a_text() {
+    let file = GgufFile::from_bytes("x", tiny_moe(&MoeSpec { n_layer: 0, ..MoeSpec::default() })).unwrap();
+    let mut metadata = with(file.metadata(), "pre", Some(text("llama-bpe")));
+    for (key, value) in [("tokens", text("zq")), ("token_type", Value::I32(3))] {
+        let Some(Value::Array(all)) = metadata.0.get_mut(&format!("tokenizer.ggml.{key}")) else { panic!() };
+        all[300] = value;
+    }
+    let metadata =
+        with(&with(&metadata, "merges", texts(&["z q"])), "add_bos_token", Some(Value::Bool(false)));
+    let tokenizer = Tokenizer::from_metadata(&metadata).unwrap();
+    assert_eq!(tokenizer.encode("zq", Special::Plain).unwrap(), [122, 113]);
+    assert_eq!(tokenizer.encode("zq", Special::Parse).unwrap(), [300]);
 }
