@@ -3,8 +3,14 @@
 //! The template is a program from a stranger's file. It runs without files, network, clock or randomness, with
 //! a bounded number of steps and a bounded depth, and it is never replaced by another when it fails. What it
 //! builds in memory is not bounded.
+//!
+//! Only the template's own text may become control tokens, never what a message says. So a rendered prompt
+//! comes with the ranges that messages wrote; how they are found is said in `origin`.
+
+mod origin;
 
 use std::io::{self, Write};
+use std::ops::Range;
 
 use minijinja::value::Kwargs;
 use minijinja::{AutoEscape, Environment, ErrorKind, State, Value as Jinja};
@@ -31,6 +37,16 @@ pub struct Message {
     pub role: String,
     /// What was said.
     pub content: String,
+}
+
+/// A rendered conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// What the model reads. Control tokens stand in it as text.
+    pub text: String,
+    /// Ranges of the text in bytes, ascending, in which no control token counts as the template did not write
+    /// it there: for [`crate::tokenizer::Tokenizer::encode_around`].
+    pub foreign: Vec<Range<usize>>,
 }
 
 /// Why there is no prompt.
@@ -80,6 +96,8 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     bos_token: String,
     eos_token: String,
+    /// The texts of the control tokens.
+    controls: Vec<String>,
 }
 
 /// What templates expect to find, by the names that they use.
@@ -106,19 +124,25 @@ impl ChatTemplate {
         })?;
         let bos_token = token(metadata, "tokenizer.ggml.bos_token_id")?;
         let eos_token = token(metadata, "tokenizer.ggml.eos_token_id")?;
-        Ok(Some(ChatTemplate { environment, bos_token, eos_token }))
+        Ok(Some(ChatTemplate { environment, bos_token, eos_token, controls: controls(metadata) }))
     }
 
     /// The prompt for `messages`; with `add_generation_prompt` it ends where the assistant begins to speak.
-    /// Control tokens stand in it as text: encode it with [`crate::tokenizer::Special::Parse`].
     ///
     /// # Errors
     ///
     /// [`ChatError`]: the template refused, failed or did not end.
-    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ChatError> {
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<Prompt, ChatError> {
+        let text = self.text(messages, add_generation_prompt).map_err(render_error)?;
+        let again = |messages: &[Message]| self.text(messages, add_generation_prompt).ok();
+        let foreign = origin::foreign(&text, messages, &self.controls, again);
+        Ok(Prompt { text, foreign })
+    }
+
+    fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, minijinja::Error> {
         let (bos_token, eos_token) = (self.bos_token.as_str(), self.eos_token.as_str());
         let context = Context { messages, add_generation_prompt, bos_token, eos_token };
-        self.environment.get_template("chat").and_then(|chat| chat.render(context)).map_err(render_error)
+        self.environment.get_template("chat")?.render(context)
     }
 }
 
@@ -132,6 +156,23 @@ fn token(metadata: &Metadata, key: &str) -> Result<String, ChatError> {
         MetadataError::Wrong { key, found, expected: "the id of a token" }
     };
     Ok(text.ok_or_else(wrong)?)
+}
+
+/// The texts of all control tokens. Tables that are not what they should be are the tokenizer's to refuse.
+fn controls(metadata: &Metadata) -> Vec<String> {
+    /// Unknown and control tokens, by `tokenizer.ggml.token_type`.
+    const CONTROL: [Option<u64>; 2] = [Some(2), Some(3)];
+    let array = |key| match metadata.get(key) {
+        Some(Value::Array(values)) => values.as_slice(),
+        _ => &[],
+    };
+    let tokens = array("tokenizer.ggml.tokens").iter().zip(array("tokenizer.ggml.token_type"));
+    let control = tokens.filter(|(_, kind)| CONTROL.contains(&kind.as_u64()));
+    control
+        .filter_map(|(token, _)| token.as_str())
+        .filter(|token| !token.is_empty())
+        .map(str::to_owned)
+        .collect()
 }
 
 /// The rules that chat templates are written for: those of Python's Jinja2 as model publishers set it up.
@@ -299,7 +340,7 @@ mod tests {
 
     fn render(template: &str, turns: &[(&str, &str)]) -> Result<String, ChatError> {
         let template = ChatTemplate::from_metadata(&metadata(template.as_bytes()))?.unwrap();
-        template.render(&messages(turns), true)
+        template.render(&messages(turns), true).map(|prompt| prompt.text)
     }
 
     #[test]
@@ -310,7 +351,7 @@ mod tests {
                         <|im_start|>assistant\nYes?<|im_end|>\n<|im_start|>user\n東京<|im_end|>\n";
         assert_eq!(render(CHATML, &turns).unwrap(), format!("{expected}<|im_start|>assistant\n"));
         let template = ChatTemplate::from_metadata(&metadata(CHATML.as_bytes())).unwrap().unwrap();
-        assert_eq!(template.render(&messages(&turns), false).unwrap(), expected);
+        assert_eq!(template.render(&messages(&turns), false).unwrap().text, expected);
     }
 
     #[test]
@@ -338,7 +379,7 @@ mod tests {
         let mut bare = metadata(b"[{{ bos_token }}]");
         bare.0.remove("tokenizer.ggml.bos_token_id");
         let template = ChatTemplate::from_metadata(&bare).unwrap().unwrap();
-        assert_eq!(template.render(&[], false).unwrap(), "[]");
+        assert_eq!(template.render(&[], false).unwrap().text, "[]");
     }
 
     #[test]

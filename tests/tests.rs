@@ -2,6 +2,7 @@
 
 mod blocks;
 mod calibrate;
+mod chat;
 mod cli;
 mod convert;
 mod deepseek2;

@@ -148,14 +148,25 @@ impl Run<'_> {
 
     /// A prompt's tokens: in the model's chat template where it has one and `--raw` is not given.
     fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Error> {
-        let encode = |text: &str, special| tokenizer.encode(text, special).at(self.runtime.path());
+        let encode = |special| tokenizer.encode(text, special).at(self.runtime.path());
         match self.template()? {
             Some(template) => {
                 let messages = [Message { role: "user".to_owned(), content: text.to_owned() }];
-                encode(&template.render(&messages, true).at(self.runtime.path())?, Special::Parse)
+                self.encode_turns(tokenizer, &template, &messages)
             }
-            None => encode(text, if self.arguments.raw { Special::Parse } else { Special::Plain }),
+            None => encode(if self.arguments.raw { Special::Parse } else { Special::Plain }),
         }
+    }
+
+    /// A conversation's tokens, up to where the assistant speaks.
+    fn encode_turns(
+        &self,
+        tokenizer: &Tokenizer,
+        template: &ChatTemplate,
+        messages: &[Message],
+    ) -> Result<Vec<u32>, Error> {
+        let prompt = template.render(messages, true).at(self.runtime.path())?;
+        tokenizer.encode_around(&prompt.text, &prompt.foreign).at(self.runtime.path())
     }
 
     fn sampler(&self) -> Result<Sampler, Error> {
@@ -232,8 +243,7 @@ impl Run<'_> {
                 Some(template) => {
                     messages.push(Message { role: "user".to_owned(), content: line });
                     session.clear();
-                    let rendered = template.render(&messages, true).at(self.runtime.path())?;
-                    tokenizer.encode(&rendered, Special::Parse).at(self.runtime.path())?
+                    self.encode_turns(&tokenizer, template, &messages)?
                 }
                 None => tokenizer.encode(&line, Special::Plain).at(self.runtime.path())?,
             };
