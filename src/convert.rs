@@ -23,6 +23,7 @@ use crate::profile::DeviceProfile;
 use crate::progress::{Progress, Unit};
 use crate::source::{self, Opened};
 use crate::tensor::{MatrixId, TensorInfo, TensorSource};
+use crate::tokenizer::Tokenizer;
 use crate::units::{Bytes, ExpertId, LayerId};
 use contents::{chunk_contents, cuts, manifest, matrices};
 use fill::Errors;
@@ -142,6 +143,12 @@ pub fn prepare(request: Request, progress: &mut dyn Progress) -> Result<Prepared
     };
     if let Some(line) = limits(&outline, statistics.as_ref()) {
         progress.note(&line);
+    }
+    // Who counted just now has said it.
+    if !statistics.as_ref().is_some_and(|found: &FoundStatistics| found.is_new)
+        && let Err(problem) = Tokenizer::from_metadata(source.metadata())
+    {
+        progress.note(&format!("note: {problem}; the pack carries it as it is"));
     }
     let statistics_json = statistics.as_ref().map(|found| found.statistics.to_json()).transpose()?;
     Ok(Prepared {

@@ -17,13 +17,17 @@ pub use planning::{plan, routing};
 pub use running::{ComparisonPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, run};
 pub use verification::{VerifyDocument, verification};
 
-/// A document as one line of JSON.
+/// A document as one line of JSON, in which nothing is left that a terminal would obey.
 ///
 /// # Errors
 ///
 /// What serde_json says of a float that is not finite.
 pub fn json(document: &impl Serialize) -> Result<String, serde_json::Error> {
-    serde_json::to_string(document)
+    // serde_json escapes what JSON demands. The others stand inside strings, and their numbers have four digits.
+    let escape = |c: char| {
+        if is_obeyed(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() }
+    };
+    Ok(serde_json::to_string(document)?.chars().map(escape).collect())
 }
 
 /// `1 chunk`, `2 chunks`.
@@ -33,6 +37,11 @@ fn counted(n: u64, one: &str, many: &str) -> String {
 
 /// A file's text with what a terminal would obey made visible.
 pub fn escape(text: &str) -> String {
-    let escape = |c: char| if c.is_control() { c.escape_default().collect() } else { c.to_string() };
+    let escape = |c: char| if is_obeyed(c) { c.escape_default().collect() } else { c.to_string() };
     text.chars().map(escape).collect()
+}
+
+/// Control characters, and those that turn the direction of what follows.
+fn is_obeyed(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

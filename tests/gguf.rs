@@ -125,7 +125,7 @@ fn a11_an_equal_duplicate_key_is_a_warning() {
 }
 
 #[test]
-fn j7_odd_strings_and_keys_are_kept() {
+fn case_j7_odd_strings_and_keys_are_kept() {
     let key = "k".repeat(65_535);
     let odd = Value::String(b"\xff\x1b[31m\0".to_vec());
     let file = GgufBuilder::new().kv("General.Name", odd.clone()).kv(&key, Value::U8(1)).kv("", Value::U8(2));

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod calibrate;
+mod carried;
 mod chat;
 mod cli;
 mod convert;

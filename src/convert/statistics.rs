@@ -163,7 +163,7 @@ pub fn count(
     progress: &mut dyn Progress,
 ) -> Result<Statistics, Error> {
     let model = subject.outline.runnable().at(subject.path)?;
-    let texts = tokens(subject, prompts)?;
+    let texts = tokens(subject, model, prompts, progress)?;
     let total: usize = texts.iter().map(Vec::len).sum();
     progress.begin("calibrating", total as u64, Unit::Tokens);
     let weights = Arc::clone(model.weights());
@@ -193,14 +193,42 @@ fn run_interruptible(
     counts.at(subject.path)
 }
 
-/// The texts as token ids, each file and each built-in text on its own.
-fn tokens(subject: Subject<'_>, prompts: &[PathBuf]) -> Result<Vec<Vec<u32>>, Error> {
-    let tokenizer = Tokenizer::from_metadata(subject.source.metadata()).at(subject.path)?;
+/// The texts as token ids, each file and each built-in text on its own. A model whose text cannot be split as it
+/// was trained is counted over something near, and a note says what.
+fn tokens(
+    subject: Subject<'_>,
+    model: &Model,
+    prompts: &[PathBuf],
+    progress: &mut dyn Progress,
+) -> Result<Vec<Vec<u32>>, Error> {
+    let metadata = subject.source.metadata();
+    let tokenizer = match Tokenizer::from_metadata(metadata) {
+        Ok(tokenizer) => tokenizer,
+        Err(error) => match Tokenizer::near(metadata) {
+            Ok(near) => {
+                progress.note(&format!("note: {error}; routing is counted with the words of gpt-2"));
+                near
+            }
+            Err(_) if prompts.is_empty() => {
+                progress
+                    .note(&format!("note: {error}; routing is counted over ids from all of the vocabulary"));
+                return Ok(spread_ids(model.n_vocab()));
+            }
+            Err(_) => return Err(error).at(subject.path),
+        },
+    };
     let encode = |text: &str| tokenizer.encode(text, Special::Plain).at(subject.path);
     if prompts.is_empty() {
         return BUILT_IN.iter().map(|text| encode(text)).collect();
     }
     prompts.iter().map(|path| encode(&String::from_utf8_lossy(&fs::read(path).at(path)?))).collect()
+}
+
+/// Four texts of 256 ids that are spread over the vocabulary.
+fn spread_ids(n_vocab: usize) -> Vec<Vec<u32>> {
+    let n_vocab = u32::try_from(n_vocab).unwrap_or(u32::MAX).max(1);
+    let ids: Vec<u32> = (0..1024u32).map(|i| i.wrapping_mul(2_654_435_761) % n_vocab).collect();
+    ids.chunks(256).map(<[u32]>::to_vec).collect()
 }
 
 fn read(subject: Subject<'_>, path: &Path, accept_foreign: bool) -> Result<Statistics, Error> {
