@@ -6,15 +6,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use orkpack::executor::Executor;
 use orkpack::executor::cpu::KernelMode;
-use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::Pack;
 use orkpack::plan::Plan;
 use orkpack::runtime::{Calls, DeviceChoice, Options, Runtime, Session};
 
 use crate::support::models::{calibrate_beside, convert, folder, hits, request};
-use crate::support::naive_executor::{NaiveExecutor, hot_matrices};
+use crate::support::naive_executor::{NaiveExecutor, hot_matrices, stepwise};
 use crate::support::reference::{Reference, bundled};
 
 /// A copy of the model with its routing statistics beside it, counted over its own prompt: not every family's text
@@ -47,15 +45,6 @@ fn logits(pack: &Path, device: DeviceChoice, tokens: &[u32]) -> (Vec<f32>, Calls
     (logits, counters.decode)
 }
 
-fn naive_logits(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> Vec<f32> {
-    let (mut state, mut all, mut out) = (State::new(model, tokens.len()), Vec::new(), Vec::new());
-    for token in tokens {
-        forward(model, executor, &mut state, &[*token], Wanted::Last, &mut out).unwrap();
-        all.extend_from_slice(&out);
-    }
-    all
-}
-
 fn rms(a: &[f32], b: &[f32]) -> f64 {
     let squares: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
     (squares / a.len() as f64).sqrt()
@@ -72,9 +61,9 @@ fn check(reference: &Reference, pack: &Path, is_whole: bool) {
     assert_eq!(calls.hot_down == calls.all && calls.hot_gate_up == calls.all, is_whole, "{name}: {calls:?}");
 
     let mut naive = NaiveExecutor::new(&*reference.file, model.weights());
-    let exact = naive_logits(model, &mut naive, &prompt);
+    let exact = stepwise(model, &mut naive, &prompt);
     naive.hot.extend(hot_matrices(&Pack::open(pack, Default::default()).unwrap()));
-    let contract = naive_logits(model, &mut naive, &prompt);
+    let contract = stepwise(model, &mut naive, &prompt);
     let (ours, theirs, apart) = (rms(&sim, &exact), rms(&contract, &exact), rms(&sim, &contract));
     println!("{name}: rms {ours:.4} from f32, the naive contract {theirs:.4}, {apart:.6} apart");
     assert!(apart < ours / 20.0, "{name}");

@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use orkpack::executor::cpu::KernelMode;
-use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::Pack;
 use orkpack::plan::{MatrixPlan, Plan};
 use orkpack::report;
@@ -12,7 +11,7 @@ use orkpack::tensor::{Dtype, Int8Matrix};
 
 use crate::support::gguf_builder::{MoeSpec, tiny_moe};
 use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, request};
-use crate::support::naive_executor::{NaiveExecutor, hot_matrices};
+use crate::support::naive_executor::{NaiveExecutor, hot_matrices, stepwise};
 
 /// A model of such experts, and what the plan is to say of them: programs and bytes of gate (or up), and of down.
 struct Case {
@@ -131,18 +130,9 @@ fn case_c14_and_c15_odd_shapes_are_padded_or_cut_and_their_sums_are_exact() {
         let runtime = Runtime::open(&outcome.output, Options::default()).unwrap();
         let mut naive = NaiveExecutor::new(runtime.source(), runtime.model().weights());
         naive.hot.extend(hot_matrices(&pack));
-        let contract = stepwise(runtime.model(), &mut naive);
+        let contract = stepwise(runtime.model(), &mut naive, &TOKENS);
         let far = sim.iter().zip(&contract).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         // Sums in f32 and in f64 may round an activation to the next integer: a hundredth of a logit at most here.
         assert!(far < 0.01, "{name}: {far} from the naive contract");
     }
-}
-
-fn stepwise(model: &Model, naive: &mut NaiveExecutor<'_>) -> Vec<f32> {
-    let (mut state, mut all, mut out) = (State::new(model, 16), Vec::new(), Vec::new());
-    for token in TOKENS {
-        forward(model, naive, &mut state, &[token], Wanted::Last, &mut out).unwrap();
-        all.extend_from_slice(&out);
-    }
-    all
 }

@@ -1,7 +1,6 @@
 //! Experts in every type that GGUF files use: read as the decoder reads them, packed, run; and types that are not.
 
 use orkpack::executor::cpu::KernelMode;
-use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::Pack;
 use orkpack::pack::verify::{Mode, verify};
 use orkpack::runtime::{DeviceChoice, Options, Runtime, Session};
@@ -10,7 +9,7 @@ use orkpack::tensor::Dtype;
 use crate::support::fixture;
 use crate::support::gguf_builder::{GgufBuilder, MoeSpec, tiny_moe_builder};
 use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, request};
-use crate::support::naive_executor::{NaiveExecutor, hot_matrices};
+use crate::support::naive_executor::{NaiveExecutor, hot_matrices, stepwise};
 
 const TOKENS: [u32; 4] = [84, 104, 101, 32];
 
@@ -50,15 +49,6 @@ fn logits(pack: &std::path::Path, device: DeviceChoice) -> Vec<f32> {
     TOKENS.iter().flat_map(|token| session.step(*token).unwrap().to_vec()).collect()
 }
 
-fn naive_logits(model: &Model, naive: &mut NaiveExecutor<'_>) -> Vec<f32> {
-    let (mut state, mut all, mut out) = (State::new(model, 16), Vec::new(), Vec::new());
-    for token in TOKENS {
-        forward(model, naive, &mut state, &[token], Wanted::Last, &mut out).unwrap();
-        all.extend_from_slice(&out);
-    }
-    all
-}
-
 fn furthest(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
@@ -74,7 +64,7 @@ fn case_c17_experts_of_every_type_are_packed_and_run() {
         assert!(verify(&pack, Mode::Full, &|_| {}).is_ok(), "{dtype}");
         let runtime = Runtime::open(&model, Options::default()).unwrap();
         let mut naive = NaiveExecutor::new(runtime.source(), runtime.model().weights());
-        let exact = naive_logits(runtime.model(), &mut naive);
+        let exact = stepwise(runtime.model(), &mut naive, &TOKENS);
         // Sums in another order; of int8 also an activation that rounds the other way.
         let plain = logits_of_source(&model);
         assert!(furthest(&plain, &exact) < 1e-3, "{dtype}: {}", furthest(&plain, &exact));
@@ -82,7 +72,7 @@ fn case_c17_experts_of_every_type_are_packed_and_run() {
         assert!(sim.iter().all(|logit| logit.is_finite()), "{dtype}");
         assert!(sim == logits(&output, DeviceChoice::Cpu), "{dtype}");
         naive.hot.extend(hot_matrices(&pack));
-        let contract = naive_logits(runtime.model(), &mut naive);
+        let contract = stepwise(runtime.model(), &mut naive, &TOKENS);
         assert!(furthest(&sim, &contract) < 0.02, "{dtype}: {}", furthest(&sim, &contract));
         assert!(furthest(&sim, &exact) > 0.0, "{dtype}: int8 is another arithmetic");
     }

@@ -6,6 +6,7 @@ use orkpack::blocks;
 use orkpack::executor::{
     Activation, Executor, ExecutorError, ExpertBiases, Product, Routing, Weight, WeightId, WeightTable,
 };
+use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::pack::Pack;
 use orkpack::tensor::{MatrixId, MatrixView, Place, Projection, TensorSource};
 use orkpack::units::LayerId;
@@ -56,6 +57,16 @@ impl<'a> NaiveExecutor<'a> {
             |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum() };
         self.matrix(weight).chunks_exact(weight.n_in).map(|row| dot(row) as f32).collect()
     }
+}
+
+/// Logits after every token, fed one at a time.
+pub fn stepwise(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> Vec<f32> {
+    let (mut state, mut all, mut out) = (State::new(model, tokens.len()), Vec::new(), Vec::new());
+    for token in tokens {
+        forward(model, executor, &mut state, &[*token], Wanted::Last, &mut out).unwrap();
+        all.extend_from_slice(&out);
+    }
+    all
 }
 
 /// The matrices that decode keeps hot: gate and up only together.
