@@ -164,6 +164,34 @@ pub trait Executor {
         products: &mut [Product<'_>],
     ) -> Result<(), ExecutorError>;
 
+    /// As many matrices of one shape, each for rows of its own, in one dispatch: `rows` is `[weights.len() · m, n_in]`,
+    /// `out` is `[weights.len() · m, n_out]`, and the `i`-th `m` rows of both belong to the `i`-th matrix. The heads of an
+    /// attention over latents.
+    ///
+    /// # Errors
+    ///
+    /// As [`Executor::linear`].
+    fn each(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        weights: &[WeightId],
+        out: &mut [f32],
+    ) -> Result<(), ExecutorError> {
+        let n = weights.len().max(1);
+        let (m, n_in) = (rows.n_rows() / n, rows.n_cols());
+        let shape = |what, got, expected| ExecutorError::Shape { what, got, expected };
+        if m == 0 || m * n != rows.n_rows() || !out.len().is_multiple_of(n) {
+            return Err(shape("rows of several matrices", rows.n_rows(), m * n));
+        }
+        let n_out = out.len() / n;
+        let parts = rows.data().chunks_exact(m * n_in).zip(out.chunks_exact_mut(n_out));
+        for (&weight, (rows, out)) in weights.iter().zip(parts) {
+            let rows = MatrixView::new(rows, m, n_in).ok_or(shape("values of whole rows", rows.len(), m))?;
+            self.linear(rows, &mut [Product { weight, out }])?;
+        }
+        Ok(())
+    }
+
     /// The routed experts of a layer: `out[r] = Σ_slot weight · down(activation(gate·x, up·x))`, slots in order.
     ///
     /// `rows` and `out` are `[m, n_embd]`. Expert weights are applied after down.

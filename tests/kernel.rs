@@ -404,7 +404,7 @@ impl TensorSource for Memory {
     }
 }
 
-/// A small model: three plain matrices, and one layer (number 2) of experts of every type.
+/// A small model: four plain matrices, and one layer (number 2) of experts of every type.
 struct Small {
     memory: Arc<Memory>,
     table: Arc<WeightTable>,
@@ -419,7 +419,7 @@ impl Small {
     fn new() -> Small {
         let mut random = Random(8);
         let (mut memory, mut table) = (Memory::default(), WeightTable::default());
-        for (dtype, n_out) in [(Dtype::Q4_K, 300), (Dtype::F32, 7), (Dtype::Q8_0, 65)] {
+        for (dtype, n_out) in [(Dtype::Q4_K, 300), (Dtype::F32, 7), (Dtype::Q8_0, 65), (Dtype::Q6_K, 65)] {
             table.push(memory.push(&mut random, dtype, N_EMBD, n_out));
         }
         let mut list = |first: usize, n_in: usize, n_out: usize| -> Vec<Weight> {
@@ -574,6 +574,28 @@ fn linear_multiplies_several_matrices_of_any_form() {
 }
 
 #[test]
+fn each_of_several_matrices_has_rows_of_its_own() {
+    let (small, mut random) = (Small::new(), Random(77));
+    // Two of one shape and of types that want their activations in different forms, one of them twice.
+    let weights = [WeightId(2), WeightId(3), WeightId(2)];
+    for mode in [KernelMode::Fast, KernelMode::Exact] {
+        for m in [1, 3, 20] {
+            let rows = random.floats(weights.len() * m * N_EMBD);
+            let parts = rows.chunks_exact(m * N_EMBD).zip(weights);
+            let expected: Vec<f32> = parts
+                .flat_map(|(rows, id)| small.product(small.table.linear(id).unwrap(), mode, rows))
+                .collect();
+            let view = MatrixView::new(&rows, weights.len() * m, N_EMBD).unwrap();
+            for n_threads in [1, 8] {
+                let mut out = vec![f32::NAN; expected.len()];
+                small.executor(n_threads, mode).each(view, &weights, &mut out).unwrap();
+                assert!(bits(&out) == bits(&expected), "{mode:?} m {m}");
+            }
+        }
+    }
+}
+
+#[test]
 fn gather_dequantises_the_rows_asked_for() {
     let small = Small::new();
     let mut executor = small.executor(1, KernelMode::Fast);
@@ -606,7 +628,10 @@ fn wrong_shapes_and_numbers_are_refused() {
     };
     assert_eq!(linear(view, 0), "outputs of a product");
     assert_eq!(linear(wide, 1), "columns of the activations");
-    assert_eq!(linear(view, 3), "number of a matrix");
+    assert_eq!(linear(view, 4), "number of a matrix");
+    let mut each = |ids: &[WeightId], n: usize| what(executor().each(view, ids, &mut out[..n]));
+    assert_eq!(each(&[WeightId(2); 2], 130), "rows of several matrices");
+    assert_eq!(each(&[WeightId(2)], 64), "outputs of a product");
     let mut calls =
         |layer, rows, calls: [Call; 1]| what(executor().expert_calls(LayerId(layer), rows, &calls, &mut out));
     assert_eq!(calls(1, view, call(0, 0)), "number of a layer with experts");

@@ -162,6 +162,15 @@ impl Executor for CountingExecutor<'_> {
         self.inner.linear(rows, products)
     }
 
+    fn each(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        weights: &[WeightId],
+        out: &mut [f32],
+    ) -> Result<(), ExecutorError> {
+        self.inner.each(rows, weights, out)
+    }
+
     fn experts(
         &mut self,
         layer: LayerId,

@@ -121,22 +121,26 @@ impl CpuExecutor {
     }
 }
 
-impl Executor for CpuExecutor {
-    fn linear(
+/// A matrix, the first of its rows of the activations, and where its outputs go.
+type Output<'a> = (WeightId, usize, &'a mut [f32]);
+
+impl CpuExecutor {
+    /// Matrices times `m` rows each, in one dispatch.
+    fn dispatch(
         &mut self,
         rows: MatrixView<'_, f32>,
-        products: &mut [Product<'_>],
+        m: usize,
+        outs: Vec<Output<'_>>,
     ) -> Result<(), ExecutorError> {
-        let m = rows.n_rows();
-        count_to(&mut self.scratch.every_row, m);
-        let every_row = &self.scratch.every_row[..m];
+        count_to(&mut self.scratch.every_row, rows.n_rows());
+        let every_row = &self.scratch.every_row[..];
         let core = &self.core;
-        let mut views = Vec::with_capacity(products.len());
-        for product in products.iter() {
-            let weight = core.linear(product.weight)?;
+        let mut views = Vec::with_capacity(outs.len());
+        for (id, _, out) in &outs {
+            let weight = core.linear(*id)?;
             expect("columns of the activations", rows.n_cols(), weight.n_in)?;
-            expect("outputs of a product", product.out.len(), m * weight.n_out)?;
-            views.push((core.form(product.weight, weight), core.view(weight)?));
+            expect("outputs of a product", out.len(), m * weight.n_out)?;
+            views.push((core.form(*id, weight), core.view(weight)?));
         }
         for form in Form::ALL {
             if views.iter().any(|view| view.0 == form) {
@@ -146,21 +150,47 @@ impl Executor for CpuExecutor {
         let acts = &self.acts;
         let share = core.share(views.iter().map(|(_, view)| view.bytes().len()).sum());
         let mut pieces = Vec::new();
-        for (product, &(form, view)) in products.iter_mut().zip(&views) {
+        for ((_, first, out), &(form, view)) in outs.into_iter().zip(&views) {
             if m == 0 {
                 continue;
             }
             let width = width(share, &view);
-            let patches = Patch::cut(product.out, view.n_out(), &[(every_row, width)]);
+            let patches = Patch::cut(out, view.n_out(), &[(&every_row[..m], width)]);
             let patches = patches.ok_or(shape("outputs of a product", m * view.n_out(), 0))?;
-            pieces.extend(patches.into_iter().map(|patch| (form, view, Mutex::new(patch))));
+            let rows = &every_row[first..first + m];
+            pieces.extend(patches.into_iter().map(|patch| (form, view, rows, Mutex::new(patch))));
         }
         let failure = Failure::default();
         core.pool.run(pieces.len(), &|i| {
-            let (form, view, patch) = &pieces[i];
-            failure.note(i, core.fill_patch(*view, &acts[*form as usize], every_row, &mut lock(patch)));
+            let (form, view, rows, patch) = &pieces[i];
+            failure.note(i, core.fill_patch(*view, &acts[*form as usize], rows, &mut lock(patch)));
         });
         failure.result()
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn linear(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        products: &mut [Product<'_>],
+    ) -> Result<(), ExecutorError> {
+        let outs = products.iter_mut().map(|product| (product.weight, 0, &mut *product.out));
+        self.dispatch(rows, rows.n_rows(), outs.collect())
+    }
+
+    fn each(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        weights: &[WeightId],
+        out: &mut [f32],
+    ) -> Result<(), ExecutorError> {
+        let m = rows.n_rows() / weights.len().max(1);
+        expect("rows of several matrices", rows.n_rows(), m * weights.len())?;
+        let n_out = out.len() / weights.len().max(1);
+        expect("outputs of several matrices", out.len(), n_out * weights.len())?;
+        let outs = out.chunks_exact_mut(n_out.max(1)).zip(weights).zip((0..).step_by(m.max(1)));
+        self.dispatch(rows, m, outs.map(|((out, weight), first)| (*weight, first, out)).collect())
     }
 
     fn experts(

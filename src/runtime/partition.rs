@@ -210,6 +210,15 @@ impl Executor for Partition {
         self.cpu.linear(rows, products)
     }
 
+    fn each(
+        &mut self,
+        rows: MatrixView<'_, f32>,
+        weights: &[WeightId],
+        out: &mut [f32],
+    ) -> Result<(), ExecutorError> {
+        self.cpu.each(rows, weights, out)
+    }
+
     fn experts(
         &mut self,
         layer: LayerId,

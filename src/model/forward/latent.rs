@@ -91,18 +91,17 @@ fn absorb(
     let &LatentAttention { n_head, n_rank, n_nope, n_rot, .. } = latent;
     let key_dim = n_nope + n_rot;
     let m = q.len() / (n_head * key_dim);
+    let heads = || {
+        let of_head = move |head| q.chunks_exact(key_dim).skip(head).step_by(n_head);
+        (0..n_head).flat_map(of_head).map(|q| q.split_at(n_nope))
+    };
+    let still: Vec<f32> = heads().flat_map(|(still, _)| still).copied().collect();
+    let mut short = vec![0.0; n_head * m * n_rank];
+    executor.each(view(&still, n_nope)?, k, &mut short)?;
     let mut queries = Vec::with_capacity(n_head * m * (n_rank + n_rot));
-    let mut still = Vec::with_capacity(m * n_nope);
-    let mut short = vec![0.0; m * n_rank];
-    for (head, &weight) in k.iter().enumerate() {
-        let of_head = || q.chunks_exact(key_dim).skip(head).step_by(n_head).map(|q| q.split_at(n_nope));
-        still.clear();
-        of_head().for_each(|(unturned, _)| still.extend_from_slice(unturned));
-        executor.linear(view(&still, n_nope)?, &mut [Product { weight, out: &mut short }])?;
-        for (short, (_, turned)) in short.chunks_exact(n_rank).zip(of_head()) {
-            queries.extend_from_slice(short);
-            queries.extend_from_slice(turned);
-        }
+    for (short, (_, turned)) in short.chunks_exact(n_rank).zip(heads()) {
+        queries.extend_from_slice(short);
+        queries.extend_from_slice(turned);
     }
     Ok(queries)
 }
@@ -127,14 +126,11 @@ fn attend_latents(
         let query = &queries[piece * key_dim..(piece + 1) * key_dim];
         attend(query, seen, seen, latent.scale, None, out);
     });
-    let mut heads = vec![0.0; m * n_head * n_value];
-    let mut values = vec![0.0; m * n_value];
-    for ((head, &weight), found) in v.iter().enumerate().zip(found.chunks_exact(m * n_rank)) {
-        executor.linear(view(found, n_rank)?, &mut [Product { weight, out: &mut values }])?;
-        let of_head = heads.chunks_exact_mut(n_value).skip(head).step_by(n_head);
-        of_head.zip(values.chunks_exact(n_value)).for_each(|(out, value)| out.copy_from_slice(value));
-    }
-    Ok(heads)
+    let mut values = vec![0.0; n_head * m * n_value];
+    executor.each(view(&found, n_rank)?, v, &mut values)?;
+    // Of [n_head, m] the rows in order of [m, n_head].
+    let row_of = |row: usize| values.chunks_exact(n_value).skip(row).step_by(m);
+    Ok((0..m).flat_map(row_of).flatten().copied().collect())
 }
 
 /// Keys `[m, n_head, n_nope + n_rot]` and values `[m, n_head, n_value]` of `[m, n_rank + n_rot]`.
