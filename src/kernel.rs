@@ -14,10 +14,10 @@
 //!
 //! - **floats** (F32, F16, BF16 weights; [`Form::F32`]): both rows are padded with zeros to a multiple of 16;
 //!   `lane[i % 16] = fma(w[i], x[i], lane[i % 16])`, in order of `i`.
-//! - **blocks of 32** (Q4_0, Q8_0; [`Form::Q8x32`]): with signed codes w of block b and their scale dw,
+//! - **blocks of 32** (Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4; [`Form::Q8x32`]): with signed codes w of block b and their scale dw,
 //!   `dot[l] = Σ w[4l+j]·x[4l+j]` for j = 0…3 in integers, and
 //!   `lane[8·(b % 2) + l] = fma(dw·dx, dot[l], lane[8·(b % 2) + l])`, in order of b.
-//! - **blocks of 256** (Q4_K, Q5_K, Q6_K; [`Form::Q8x256`]): with the 8-bit scale s of each 16 weights,
+//! - **blocks of 256** (Q2_K to Q6_K, IQ4_XS; [`Form::Q8x256`]): with the 8-bit scale s of each 16 weights,
 //!   `dot[l] = Σ_c s[2c + l/4] · Σ_j w[32c+4l+j]·x[32c+4l+j]` for c = 0…7 in integers, and
 //!   `lane[l] = fma(dw·dx, dot[l], lane[l])`; types with minimums then subtract them with the sums t of each
 //!   16 activations, `lane[l] = fma(−(dmin·dx), m[2l]·t[2l] + m[2l+1]·t[2l+1], lane[l])`. Lanes 8 to 15 stay 0.

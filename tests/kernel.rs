@@ -18,12 +18,18 @@ use orkpack::units::{ExpertId, LayerId};
 use crate::support::fixture;
 
 /// Types with a path of their own, and the widths of a row in weights.
-const TYPES: [(Dtype, &[usize]); 8] = [
+const TYPES: [(Dtype, &[usize]); 14] = [
     (Dtype::F32, &[1, 8, 15, 16, 17, 100]),
     (Dtype::F16, &[1, 8, 15, 16, 17, 100]),
     (Dtype::BF16, &[1, 8, 15, 16, 17, 100]),
     (Dtype::Q8_0, &[32, 64, 96, 256]),
     (Dtype::Q4_0, &[32, 64, 96, 256]),
+    (Dtype::Q5_0, &[32, 64, 96, 256]),
+    (Dtype::IQ4_NL, &[32, 64, 96, 256]),
+    (Dtype::MXFP4, &[32, 64, 96, 256]),
+    (Dtype::Q2_K, &[256, 512, 768, 2048]),
+    (Dtype::Q3_K, &[256, 512, 768, 2048]),
+    (Dtype::IQ4_XS, &[256, 512, 768, 2048]),
     (Dtype::Q4_K, &[256, 512, 768, 2048]),
     (Dtype::Q5_K, &[256, 512, 768, 2048]),
     (Dtype::Q6_K, &[256, 512, 768, 2048]),
@@ -70,6 +76,12 @@ impl Random {
                 Dtype::F16 => scale(0, 1.0),
                 Dtype::BF16 => block[1] = block[1] & 0x80 | 0x3f,
                 Dtype::Q6_K => scale(208, 1e-3),
+                Dtype::Q3_K => scale(108, 1e-2),
+                Dtype::Q2_K => {
+                    scale(80, 1e-2);
+                    scale(82, 1e-2);
+                }
+                Dtype::MXFP4 => block[0] = 120 + block[0] % 8,
                 Dtype::Q4_K | Dtype::Q5_K => {
                     scale(0, 1e-3);
                     scale(2, 1e-2);
@@ -133,6 +145,9 @@ fn extreme_codes_do_not_saturate() {
             // Scales are 0x1010, a small number, so that they are not what overflows.
             let scales = match dtype {
                 Dtype::Q6_K => 208..210,
+                Dtype::Q3_K => 108..110,
+                Dtype::Q2_K => 80..84,
+                Dtype::MXFP4 => 0..1,
                 Dtype::Q4_K | Dtype::Q5_K => 0..4,
                 _ => 0..2,
             };

@@ -11,7 +11,7 @@ use super::{Block, half};
 
 /// What the codes stand for: closer together around zero, where most weights are. Source: the Python package
 /// `gguf`.
-const STEPS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+pub(crate) const STEPS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 pub(super) struct Iq4Nl;
 

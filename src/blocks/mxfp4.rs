@@ -10,12 +10,12 @@
 use super::Block;
 
 /// Twice the number of each code (sign, two bits of exponent, one of fraction), so that it is whole.
-const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(crate) const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 pub(super) struct Mxfp4;
 
 /// 2^(e − 128), which is half the block's scale. The standard calls e = 255 not a number; here it is infinite.
-fn half_scale(e: u8) -> f32 {
+pub(crate) fn half_scale(e: u8) -> f32 {
     match e {
         0 => f32::MIN_POSITIVE / 4.0,
         _ => f32::from_bits(u32::from(e) << 23) / 2.0,

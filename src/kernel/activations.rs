@@ -27,8 +27,9 @@ impl Form {
     /// The form that weights of this type are multiplied with at full speed.
     pub fn for_weight(dtype: Dtype) -> Form {
         match dtype {
-            Dtype::Q8_0 | Dtype::Q4_0 => Form::Q8x32,
+            Dtype::Q8_0 | Dtype::Q4_0 | Dtype::Q5_0 | Dtype::IQ4_NL | Dtype::MXFP4 => Form::Q8x32,
             Dtype::Q4_K | Dtype::Q5_K | Dtype::Q6_K => Form::Q8x256,
+            Dtype::Q2_K | Dtype::Q3_K | Dtype::IQ4_XS => Form::Q8x256,
             _ => Form::F32,
         }
     }

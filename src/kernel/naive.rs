@@ -20,7 +20,9 @@ impl RowDot for Dot {
         acts.map(|act| {
             let lanes = match self.0 {
                 Dtype::F32 | Dtype::F16 | Dtype::BF16 => floats(self.0, weights, act),
-                Dtype::Q8_0 | Dtype::Q4_0 => blocks_of_32(self.0, weights, act),
+                Dtype::Q8_0 | Dtype::Q4_0 | Dtype::Q5_0 | Dtype::IQ4_NL | Dtype::MXFP4 => {
+                    blocks_of_32(self.0, weights, act)
+                }
                 _ => blocks_of_256(self.0, weights, act),
             };
             sum(lanes)
@@ -56,7 +58,8 @@ fn floats(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
 fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
     let mut lanes = [0f32; 16];
     for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
-        let scale = half(block, 0) * act.scales[b];
+        let d = if dtype == Dtype::MXFP4 { (f32::from(block[0]) - 128.0).exp2() } else { half(block, 0) };
+        let scale = d * act.scales[b];
         for l in 0..8 {
             let dot: i32 =
                 (4 * l..4 * l + 4).map(|i| code(dtype, block, i) * i32::from(act.codes[32 * b + i])).sum();
@@ -70,7 +73,13 @@ fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
 fn blocks_of_256(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
     let mut lanes = [0f32; 16];
     for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
-        let (at_d, at_dmin) = if dtype == Dtype::Q6_K { (208, None) } else { (0, Some(2)) };
+        let (at_d, at_dmin) = match dtype {
+            Dtype::Q6_K => (208, None),
+            Dtype::Q3_K => (108, None),
+            Dtype::IQ4_XS => (0, None),
+            Dtype::Q2_K => (80, Some(82)),
+            _ => (0, Some(2)),
+        };
         let groups: [_; 16] = array::from_fn(|g| scale_and_minimum(dtype, block, g));
         for (l, lane) in lanes.iter_mut().take(8).enumerate() {
             let dot: i32 = (0..8)
@@ -99,6 +108,17 @@ fn code(dtype: Dtype, block: &[u8], i: usize) -> i32 {
         Dtype::Q8_0 => i32::from(block[2 + i].cast_signed()),
         // Two weights to a byte, 16 apart.
         Dtype::Q4_0 => bits(2 + i % 16, i / 16 * 4, 4) - 8,
+        Dtype::Q5_0 => bits(6 + i % 16, i / 16 * 4, 4) + 16 * bits(2 + i / 8, i % 8, 1) - 16,
+        Dtype::IQ4_NL => step(bits(2 + i % 16, i / 16 * 4, 4)),
+        Dtype::MXFP4 => fp4(bits(1 + i % 16, i / 16 * 4, 4)),
+        // The same in 16 bytes for each 32 weights.
+        Dtype::IQ4_XS => step(bits(8 + i / 32 * 16 + i % 16, i / 16 % 2 * 4, 4)),
+        // Four weights to a byte, 32 apart, each half of the block by itself; Q3_K has a third bit, which takes off 4
+        // where it is not set.
+        Dtype::Q2_K => bits(16 + i / 128 * 32 + i % 32, i / 32 % 4 * 2, 2),
+        Dtype::Q3_K => {
+            bits(32 + i / 128 * 32 + i % 32, i / 32 % 4 * 2, 2) - 4 * (1 - bits(i % 32, i / 32, 1))
+        }
         // Two weights to a byte, 32 apart.
         Dtype::Q4_K => bits(16 + i / 64 * 32 + i % 32, i / 32 % 2 * 4, 4),
         // The same, and a fifth bit: bit i/32 of one of 32 bytes.
@@ -112,10 +132,35 @@ fn code(dtype: Dtype, block: &[u8], i: usize) -> i32 {
     }
 }
 
+/// The uneven steps of the IQ4 types.
+fn step(code: i32) -> i32 {
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113][code as usize]
+}
+
+/// Twice what a float of 4 bits is: a sign, two bits of exponent, one of fraction.
+fn fp4(code: i32) -> i32 {
+    let (exponent, fraction) = (code >> 1 & 3, code & 1);
+    let magnitude = if exponent == 0 { fraction } else { (2 + fraction) << (exponent - 1) };
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
 /// Scale and minimum of the `g`-th 16 weights of a block of 256.
 fn scale_and_minimum(dtype: Dtype, block: &[u8], g: usize) -> (i32, i32) {
     if dtype == Dtype::Q6_K {
         return (i32::from(block[192 + g].cast_signed()), 0);
+    }
+    let bits = |byte: usize, shift: usize, n: u32| i32::from(block[byte] >> shift) & ((1 << n) - 1);
+    match dtype {
+        Dtype::Q2_K => return (bits(g, 0, 4), bits(g, 4, 4)),
+        Dtype::Q3_K => {
+            return (bits(96 + g % 8, g / 8 * 4, 4) + 16 * bits(104 + g % 4, g / 4 * 2, 2) - 32, 0);
+        }
+        // One scale for 32 weights.
+        Dtype::IQ4_XS => {
+            let j = g / 2;
+            return (bits(4 + j / 2, j % 2 * 4, 4) + 16 * bits(2 + j / 4, j % 4 * 2, 2) - 32, 0);
+        }
+        _ => {}
     }
     // Q4_K and Q5_K: eight pairs of 6 bits, one for 32 weights, in 12 bytes after the two halves.
     let packed = |i: usize| i32::from(block[4 + i]);

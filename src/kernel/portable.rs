@@ -17,7 +17,7 @@ use super::{Output, RowDot, drive};
 use crate::tensor::{Dtype, WeightView};
 use blocks::Block256;
 #[cfg(target_arch = "x86_64")]
-pub(super) use blocks::six_bit_words;
+pub(super) use blocks::{six_bit_words, six_bits_iq4_xs, six_bits_q3_k};
 
 /// See [`super::Kernel::multiply`].
 pub(super) fn multiply(
@@ -32,6 +32,12 @@ pub(super) fn multiply(
         Dtype::BF16 => drive(Floats(|w| bf16::from_le_bytes(w).to_f32()), weight, o_range, acts, rows, to),
         Dtype::Q8_0 => drive(Blocks32(blocks::q8_0), weight, o_range, acts, rows, to),
         Dtype::Q4_0 => drive(Blocks32(blocks::q4_0), weight, o_range, acts, rows, to),
+        Dtype::Q5_0 => drive(Blocks32(blocks::q5_0), weight, o_range, acts, rows, to),
+        Dtype::IQ4_NL => drive(Blocks32(blocks::iq4_nl), weight, o_range, acts, rows, to),
+        Dtype::MXFP4 => drive(Blocks32(blocks::mxfp4), weight, o_range, acts, rows, to),
+        Dtype::Q2_K => drive(Blocks256(blocks::q2_k), weight, o_range, acts, rows, to),
+        Dtype::Q3_K => drive(Blocks256(blocks::q3_k), weight, o_range, acts, rows, to),
+        Dtype::IQ4_XS => drive(Blocks256(blocks::iq4_xs), weight, o_range, acts, rows, to),
         Dtype::Q4_K => drive(Blocks256(blocks::q4_k), weight, o_range, acts, rows, to),
         Dtype::Q5_K => drive(Blocks256(blocks::q5_k), weight, o_range, acts, rows, to),
         Dtype::Q6_K => drive(Blocks256(blocks::q6_k), weight, o_range, acts, rows, to),

@@ -47,6 +47,12 @@ impl Avx2 {
             Dtype::BF16 => drive(Floats::<floats::Bf16>::of(self), weight, o_range, acts, rows, to),
             Dtype::Q8_0 => drive(Blocks32::<small::Q8_0>::of(self), weight, o_range, acts, rows, to),
             Dtype::Q4_0 => drive(Blocks32::<small::Q4_0>::of(self), weight, o_range, acts, rows, to),
+            Dtype::Q5_0 => drive(Blocks32::<small::Q5_0>::of(self), weight, o_range, acts, rows, to),
+            Dtype::IQ4_NL => drive(Blocks32::<small::Iq4Nl>::of(self), weight, o_range, acts, rows, to),
+            Dtype::MXFP4 => drive(Blocks32::<small::Mxfp4>::of(self), weight, o_range, acts, rows, to),
+            Dtype::Q2_K => drive(Blocks256::<large::Q2K>::of(self), weight, o_range, acts, rows, to),
+            Dtype::Q3_K => drive(Blocks256::<large::Q3K>::of(self), weight, o_range, acts, rows, to),
+            Dtype::IQ4_XS => drive(Blocks256::<large::Iq4Xs>::of(self), weight, o_range, acts, rows, to),
             Dtype::Q4_K => drive(Blocks256::<large::Q4K>::of(self), weight, o_range, acts, rows, to),
             Dtype::Q5_K => drive(Blocks256::<large::Q5K>::of(self), weight, o_range, acts, rows, to),
             Dtype::Q6_K => drive(Blocks256::<large::Q6K>::of(self), weight, o_range, acts, rows, to),
@@ -159,6 +165,22 @@ fn load32(bytes: &[i8; 32]) -> __m256i {
 fn load16(bytes: &[u8; 16]) -> __m128i {
     // SAFETY: the array is 16 bytes long and the load needs no alignment.
     unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+}
+
+/// 16 bytes of two codes each, the lower halves first.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn halves(bytes: __m128i) -> __m256i {
+    let halves = _mm256_set_m128i(_mm_srli_epi16::<4>(bytes), bytes);
+    _mm256_and_si256(halves, _mm256_set1_epi8(15))
+}
+
+/// What codes below 16 stand for.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn look_up(table: &[i8; 16], codes: __m256i) -> __m256i {
+    let table = load16(&table.map(i8::cast_unsigned));
+    _mm256_shuffle_epi8(_mm256_set_m128i(table, table), codes)
 }
 
 /// The half-precision number in two bytes, eight times.

@@ -2,8 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{Codes, Row, add, half, load16, load32, pair_sums, prefetch, sum};
-use crate::kernel::portable::six_bit_words;
+use super::{Codes, Row, add, half, halves, load16, load32, look_up, pair_sums, prefetch, sum};
+use crate::blocks::iq4_nl::STEPS;
+use crate::kernel::portable::{six_bit_words, six_bits_iq4_xs, six_bits_q3_k};
 
 /// A format of 256 weights in `BYTES` bytes. The layouts are drawn in [`crate::blocks`].
 pub(super) trait Block {
@@ -35,9 +36,92 @@ pub(super) struct Head {
     minimums: Option<(__m256, __m128i)>,
 }
 
+pub(super) struct Q2K;
+pub(super) struct Q3K;
+pub(super) struct Iq4Xs;
 pub(super) struct Q4K;
 pub(super) struct Q5K;
 pub(super) struct Q6K;
+
+impl Block for Q2K {
+    const BYTES: usize = 84;
+    const SIGNED: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        // SAFETY: the caller vouches for 84 bytes.
+        let both = load16(unsafe { &*block.as_ptr().cast() });
+        let low = _mm_set1_epi8(15);
+        let minus = _mm256_xor_ps(half([block[82], block[83]]), _mm256_set1_ps(-0.0));
+        let minimums = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
+        Head {
+            d: half([block[80], block[81]]),
+            scales: _mm_and_si128(both, low),
+            minimums: Some((minus, minimums)),
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        pairs(&block[16 + 32 * part..])
+    }
+}
+
+impl Block for Q3K {
+    const BYTES: usize = 110;
+    const SIGNED: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        let mut packed = [0; 12];
+        packed.copy_from_slice(&block[96..108]);
+        let (first, second) = six_bits_q3_k(packed);
+        let scales = _mm_set_epi64x(second.cast_signed(), first.cast_signed());
+        let scales = _mm_sub_epi8(scales, _mm_set1_epi8(32));
+        Head { d: half([block[108], block[109]]), scales, minimums: None }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        let mut codes = pairs(&block[32 + 32 * part..]);
+        // Bit c of byte i is the third bit of weight 32c + i, and takes off 4 where it is not set.
+        let thirds = bytes32(block);
+        for (r, codes) in codes.iter_mut().enumerate() {
+            let bit = _mm256_set1_epi8((1u8 << (4 * part + r)).cast_signed());
+            let set = _mm256_cmpeq_epi8(_mm256_and_si256(thirds, bit), bit);
+            *codes = _mm256_or_si256(*codes, _mm256_andnot_si256(set, _mm256_set1_epi8(-4)));
+        }
+        codes
+    }
+}
+
+impl Block for Iq4Xs {
+    const BYTES: usize = 136;
+    const SIGNED: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn head(block: &[u8]) -> Head {
+        let packed = six_bits_iq4_xs([block[2], block[3]], [block[4], block[5], block[6], block[7]]);
+        let scales = _mm_sub_epi8(twice(packed), _mm_set1_epi8(32));
+        Head { d: half([block[0], block[1]]), scales, minimums: None }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4] {
+        let groups = &block[8 + 64 * part..][..64];
+        std::array::from_fn(|r| {
+            // SAFETY: the slice is 64 bytes long.
+            let bytes = load16(unsafe { &*groups.as_ptr().add(16 * r).cast() });
+            look_up(&STEPS, halves(bytes))
+        })
+    }
+}
 
 impl Block for Q4K {
     const BYTES: usize = 144;
@@ -130,6 +214,19 @@ fn head_with_minimums(block: &[u8]) -> Head {
 fn twice(bytes: u64) -> __m128i {
     let bytes = _mm_cvtsi64_si128(bytes.cast_signed());
     _mm_unpacklo_epi8(bytes, bytes)
+}
+
+/// 32 bytes of four weights of 2 bits each, 32 apart.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn pairs(bytes: &[u8]) -> [__m256i; 4] {
+    let (bytes, low) = (bytes32(bytes), _mm256_set1_epi8(3));
+    [
+        _mm256_and_si256(bytes, low),
+        _mm256_and_si256(_mm256_srli_epi16::<2>(bytes), low),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), low),
+        _mm256_and_si256(_mm256_srli_epi16::<6>(bytes), low),
+    ]
 }
 
 /// 64 bytes of two weights each, 32 apart.

@@ -2,7 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{Codes, Row, add, half, load16, load32, pair_sums, prefetch, sum};
+use super::{Codes, Row, add, half, halves, load16, load32, look_up, pair_sums, prefetch, sum};
+use crate::blocks::iq4_nl::STEPS;
+use crate::blocks::mxfp4::{DOUBLED, half_scale};
 
 /// A format of 32 weights in `BYTES` bytes. The layouts are drawn in [`crate::blocks`].
 pub(super) trait Block {
@@ -18,6 +20,9 @@ pub(super) trait Block {
 
 pub(super) struct Q8_0;
 pub(super) struct Q4_0;
+pub(super) struct Q5_0;
+pub(super) struct Iq4Nl;
+pub(super) struct Mxfp4;
 
 impl Block for Q8_0 {
     const BYTES: usize = 34;
@@ -39,9 +44,51 @@ impl Block for Q4_0 {
     unsafe fn decode(block: &[u8]) -> (__m256, __m256i) {
         // SAFETY: the caller vouches for 18 bytes.
         let bytes = load16(unsafe { &*block.as_ptr().add(2).cast() });
-        let halves = _mm256_set_m128i(_mm_srli_epi16::<4>(bytes), bytes);
-        let nibbles = _mm256_and_si256(halves, _mm256_set1_epi8(15));
-        (half([block[0], block[1]]), _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8)))
+        (half([block[0], block[1]]), _mm256_sub_epi8(halves(bytes), _mm256_set1_epi8(8)))
+    }
+}
+
+impl Block for Q5_0 {
+    const BYTES: usize = 22;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn decode(block: &[u8]) -> (__m256, __m256i) {
+        // SAFETY: the caller vouches for 22 bytes.
+        let bytes = load16(unsafe { &*block.as_ptr().add(6).cast() });
+        let fifths = i32::from_le_bytes([block[2], block[3], block[4], block[5]]);
+        // Byte i / 8 of the fifth bits for weight i, of which bit i % 8 is its own.
+        let index =
+            _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303);
+        let own = _mm256_set1_epi64x(0x8040_2010_0804_0201u64.cast_signed());
+        let bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(fifths), index), own);
+        // −16 where the bit is not set.
+        let unset = _mm256_andnot_si256(_mm256_cmpeq_epi8(bits, own), _mm256_set1_epi8(-16));
+        (half([block[0], block[1]]), _mm256_or_si256(halves(bytes), unset))
+    }
+}
+
+impl Block for Iq4Nl {
+    const BYTES: usize = 18;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn decode(block: &[u8]) -> (__m256, __m256i) {
+        // SAFETY: the caller vouches for 18 bytes.
+        let bytes = load16(unsafe { &*block.as_ptr().add(2).cast() });
+        (half([block[0], block[1]]), look_up(&STEPS, halves(bytes)))
+    }
+}
+
+impl Block for Mxfp4 {
+    const BYTES: usize = 17;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn decode(block: &[u8]) -> (__m256, __m256i) {
+        // SAFETY: the caller vouches for 17 bytes.
+        let bytes = load16(unsafe { &*block.as_ptr().add(1).cast() });
+        (_mm256_set1_ps(half_scale(block[0])), look_up(&DOUBLED, halves(bytes)))
     }
 }
 
