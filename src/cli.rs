@@ -22,10 +22,9 @@ use std::sync::atomic::AtomicBool;
 
 use clap::{CommandFactory, Parser};
 
-use crate::bytes::{Io, Limits};
 use crate::error::Error;
-use crate::gguf::GgufFile;
 use crate::profile::DeviceProfile;
+use crate::source;
 use crate::threads::Pool;
 use args::{Command, Common, OrkRun, Orkpack};
 use output::Output;
@@ -143,45 +142,12 @@ fn profile(name: &str) -> Result<DeviceProfile, Error> {
 
 /// The one model of the current folder. Importance matrices, projectors and later shards are no models.
 fn the_model_here() -> Result<PathBuf, Error> {
-    let models: Vec<PathBuf> = files_here("gguf")?.into_iter().filter(|path| is_model(path)).collect();
-    match &models[..] {
-        [model] => Ok(model.clone()),
-        [] => Err(Error::usage("there is no model (*.gguf) in this folder; name one")),
-        several => {
-            let names: Vec<String> = several.iter().map(|path| path.display().to_string()).collect();
-            Err(Error::usage(format!(
-                "there are several models in this folder; name one of: {}",
-                names.join(", ")
-            )))
-        }
-    }
+    Ok(source::locate(Path::new(""))?)
 }
 
 /// The files of the current folder with this ending, sorted.
 fn files_here(ending: &str) -> Result<Vec<PathBuf>, Error> {
-    let here = Path::new(".");
-    let entries = std::fs::read_dir(here).map_err(|error| Error::from(error).or_at(here))?;
-    let names = entries.filter_map(|entry| Some(PathBuf::from(entry.ok()?.file_name())));
-    let mut files: Vec<PathBuf> =
-        names.filter(|path| path.extension().is_some_and(|extension| extension == ending)).collect();
-    files.sort();
-    Ok(files)
-}
-
-fn is_model(path: &Path) -> bool {
-    let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let later_shard =
-        name.rsplit_once("-of-").and_then(|(rest, _)| rest.rsplit_once('-')).is_some_and(|(_, number)| {
-            number.len() == 5 && number != "00001" && number.bytes().all(|b| b.is_ascii_digit())
-        });
-    let kind = || {
-        let file = GgufFile::open(path, Io::Map, &Limits::default()).ok()?;
-        let metadata = &file.parsed().metadata;
-        let kind = metadata.get("general.type")?.as_str()?.to_owned();
-        Some(kind)
-    };
-    // A file that cannot be read is listed, so that its error is seen and not that there is no model.
-    !later_shard && !matches!(kind().as_deref(), Some("imatrix" | "mmproj"))
+    source::files_in(Path::new(""), ending).map_err(|error| Error::from(error).or_at(Path::new(".")))
 }
 
 fn completions(shell: clap_complete::Shell) -> Done {

@@ -114,9 +114,10 @@ pub struct Outcome {
 /// # Errors
 ///
 /// [`Error`] naming the file, the tensor or key, and what was expected.
-pub fn prepare(request: Request, progress: &mut dyn Progress) -> Result<Prepared, Error> {
-    let path = request.model.clone();
-    refuse_same_file(&path, &request.output)?;
+pub fn prepare(mut request: Request, progress: &mut dyn Progress) -> Result<Prepared, Error> {
+    let path = source::locate(&request.model).at(&request.model)?;
+    request.model.clone_from(&path);
+    refuse_same_file(&source::files_of(&path), &request.output)?;
     if request.existing == Existing::Keep && request.output.exists() {
         return Err(Error::usage("exists already; --force replaces it").or_at(&request.output));
     }
@@ -271,13 +272,13 @@ impl Prepared {
     /// The source files' headers and gaps: with the tensors, every byte of the original.
     fn files(&self) -> Result<Vec<FileContents<'_>>, Error> {
         match &self.opened {
-            Opened::Gguf(file) => {
-                let header = file.header().len() as u64;
-                let contents = FileContents::new(file.file(), header, file.tensors(), 0);
-                Ok(vec![
-                    contents
-                        .ok_or_else(|| Error::usage("tensors leave the file").or_at(&self.request.model))?,
-                ])
+            Opened::Gguf(set) => {
+                let contents = set.files().iter().zip(0..).map(|(file, number)| {
+                    let (path, header) = (file.file().path(), file.header().len() as u64);
+                    FileContents::new(path, file.file(), header, set.tensors(), number)
+                });
+                let outside = || Error::usage("tensors leave the file").or_at(&self.request.model);
+                contents.collect::<Option<_>>().ok_or_else(outside)
             }
             Opened::Pack(model) => Ok(model.files()),
         }

@@ -21,12 +21,14 @@
 mod error;
 mod header;
 mod second;
+mod set;
 mod walk;
 
 use std::path::Path;
 
 pub use error::GgufError;
 pub use header::Header;
+pub use set::{GgufSet, SetError, ShardName};
 
 use crate::bytes::{FileBytes, Io, Limits};
 use crate::tensor::{Metadata, Place, SourceError, TensorInfo, TensorSource};

@@ -12,6 +12,8 @@
     clippy::arithmetic_side_effects
 )]
 
+mod folder;
+
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -20,9 +22,11 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use crate::bytes::{Io, Limits};
-use crate::gguf::{GgufError, GgufFile, Header, is_gguf};
+use crate::gguf::{GgufError, GgufSet, Header, SetError, is_gguf};
 use crate::pack::{FileContents, Pack, PackError, SourceTensor};
 use crate::tensor::{Metadata, Place, SourceError, TensorInfo, TensorSource};
+
+pub use folder::{Role, beside, files_in, files_of, locate, models_in, one_set};
 
 /// Why a model could not be opened. The caller adds the path.
 #[derive(Debug, Error)]
@@ -40,9 +44,21 @@ pub enum OpenError {
         /// The first bytes, 8 at most.
         found: Vec<u8>,
     },
-    /// A GGUF that was refused.
+    /// A folder without a model.
+    #[error("there is no model (*.gguf) in this folder")]
+    NoModel,
+    /// A folder with more than one.
+    #[error("there are several models in this folder; name one of: {}", .found.join(", "))]
+    SeveralModels {
+        /// Their names.
+        found: Vec<String>,
+    },
+    /// A GGUF header in a pack that was refused.
     #[error(transparent)]
     Gguf(#[from] GgufError),
+    /// A GGUF, or a set of them, that was refused.
+    #[error(transparent)]
+    Set(#[from] SetError),
     /// A pack that was refused.
     #[error(transparent)]
     Pack(#[from] PackError),
@@ -69,6 +85,7 @@ impl OpenError {
             OpenError::Unknown { .. } => Some("give a .gguf file, or a pack made by `orkpack convert`"),
             OpenError::Thin => Some("name the GGUF it was made from with --model"),
             OpenError::Pack(error) => error.hint(),
+            OpenError::Set(error) => error.hint(),
             _ => None,
         }
     }
@@ -77,8 +94,8 @@ impl OpenError {
 /// A model that was opened.
 #[derive(Clone, Debug)]
 pub enum Opened {
-    /// From a GGUF.
-    Gguf(Arc<GgufFile>),
+    /// From a GGUF, or a set of them.
+    Gguf(Arc<GgufSet>),
     /// From a fat pack.
     Pack(Arc<PackedModel>),
 }
@@ -87,7 +104,7 @@ impl Opened {
     /// The model's metadata and tensors.
     pub fn source(&self) -> Arc<dyn TensorSource> {
         match self {
-            Opened::Gguf(file) => file.clone(),
+            Opened::Gguf(set) => set.clone(),
             Opened::Pack(model) => model.clone(),
         }
     }
@@ -96,7 +113,7 @@ impl Opened {
     /// is told of them. For a GGUF both are the same.
     pub fn original_tensors(&self) -> Vec<TensorInfo> {
         match self {
-            Opened::Gguf(file) => file.tensors().to_vec(),
+            Opened::Gguf(set) => set.tensors().to_vec(),
             Opened::Pack(model) => model.original_tensors(),
         }
     }
@@ -110,19 +127,27 @@ impl Opened {
     }
 }
 
-/// Opens the model at `path`, a GGUF or a fat pack.
+/// Opens the model at `path`: a GGUF, any file of a set, a fat pack, or a folder with one model.
 ///
 /// # Errors
 ///
 /// [`OpenError`], without the path.
 pub fn open(path: &Path, io: Io, limits: &Limits) -> Result<Opened, OpenError> {
+    let path = &locate(path)?;
     let mut found = Vec::new();
-    File::open(path)?.take(8).read_to_end(&mut found)?;
+    match File::open(path) {
+        Ok(file) => drop(file.take(8).read_to_end(&mut found)?),
+        // Of a set the missing files are named, so long as there is any.
+        Err(_) if files_of(path).iter().any(|file| file.exists()) => {
+            return Ok(Opened::Gguf(Arc::new(GgufSet::open(path, io, limits)?)));
+        }
+        Err(error) => return Err(error.into()),
+    }
     if found.is_empty() {
         return Err(OpenError::Empty);
     }
     if is_gguf(&found) {
-        return Ok(Opened::Gguf(Arc::new(GgufFile::open(path, io, limits)?)));
+        return Ok(Opened::Gguf(Arc::new(GgufSet::open(path, io, limits)?)));
     }
     match Pack::open(path, io) {
         Ok(pack) => Ok(Opened::Pack(Arc::new(PackedModel::new(pack, limits)?))),
@@ -171,7 +196,12 @@ impl PackedModel {
     pub fn files(&self) -> Vec<FileContents<'_>> {
         let files = self.pack.files().iter().zip(0u32..).map(|(file, number)| {
             let residue = self.pack.residue(number).unwrap_or_default().to_vec();
-            FileContents::kept(file.len, self.pack.gguf_header(number).unwrap_or_default(), residue)
+            FileContents::kept(
+                &file.name,
+                file.len,
+                self.pack.gguf_header(number).unwrap_or_default(),
+                residue,
+            )
         });
         files.collect()
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use orkpack::bytes::{Io, Limits};
-use orkpack::gguf::GgufFile;
+use orkpack::gguf::{GgufFile, GgufSet};
 use orkpack::pack::{
     Contents, Existing, FileContents, Index, Kind, LayoutId, MatrixName, Pack, PackError, Part, Placement,
     SubMatrix, Tier, Writer, digest, digest_parts, verify,
@@ -166,7 +166,7 @@ fn contents_that_no_reader_takes_are_refused_before_the_work() {
         "chunk `2`: length is 2048, expected 4096 by its parts",
     );
     assert_refused(contents(|c| c.chunks[1].len = 12288), "chunk `1`: length is 12288, expected 8192");
-    assert!(FileContents::new(&sample.gguf[..9000], 300, &sample.header.tensors, 0).is_none());
+    assert!(FileContents::new("a".as_ref(), &sample.gguf[..9000], 300, &sample.header.tensors, 0).is_none());
 }
 
 fn assert_refused(error: Option<PackError>, words: &str) {
@@ -449,7 +449,18 @@ fn values_that_cannot_be_are_refused_by_name() {
         Case { edit: |i| i.files[0].residue = i.files[0].header, says: "source file 0: section is" },
         Case { edit: |i| i.files[0].len += 1, says: "residue `file 0`: length" },
         Case { edit: |i| i.files[0].len = 5, says: "overlapping or outside" },
-        Case { edit: |i| i.files.push(i.files[0].clone()), says: "taken already" },
+        Case { edit: |i| i.files.push(i.files[0].clone()), says: "expected a name of its own" },
+        Case {
+            edit: |i| {
+                i.files.push(i.files[0].clone());
+                i.files[1].name = "b.gguf".into();
+            },
+            says: "taken already",
+        },
+        Case { edit: |i| i.files[0].name = "../a.gguf".into(), says: "expected a plain file name" },
+        Case { edit: |i| i.files[0].name = "..".into(), says: "expected a plain file name" },
+        Case { edit: |i| i.files[0].name.clear(), says: "expected a plain file name" },
+        Case { edit: |i| i.files[0].name = "a\u{1b}.gguf".into(), says: "name is a\\u{1b}.gguf" },
         Case { edit: |i| i.tensors[0].offset += 64, says: "overlapping or outside" },
         Case { edit: |i| i.tensors[3].offset = u64::MAX, says: "overlapping or outside" },
         Case { edit: |i| i.tensors[1].dims[1] = 15, says: "length is 1280, expected 1200 by its shape" },
@@ -642,7 +653,8 @@ fn a_pack_of_a_pack_is_that_of_its_gguf() {
     };
     for odd in [false, true] {
         let sample = Sample::new(odd);
-        let gguf = Opened::Gguf(Arc::new(GgufFile::from_bytes("a.gguf", sample.gguf.clone()).unwrap()));
+        let file = GgufFile::from_bytes("a.gguf", sample.gguf.clone()).unwrap();
+        let gguf = Opened::Gguf(Arc::new(GgufSet::single(file).unwrap()));
         let from_gguf = repack(&gguf, sample.contents().files, &sample);
         assert!(from_gguf == sample.pack(), "odd: {odd}");
         let pack = open(&from_gguf).unwrap();
@@ -684,7 +696,7 @@ fn what_is_no_model_is_refused_clearly() {
         assert!(error.to_string().contains(says), "{error}");
         assert!(error.hint().is_some(), "{error}");
     }
-    assert!(matches!(source::open(folder.path(), Io::Map, &Limits::default()), Err(OpenError::Io(_))));
+    assert!(matches!(source::open(folder.path(), Io::Map, &Limits::default()), Err(OpenError::NoModel)));
 }
 
 #[test]
@@ -715,7 +727,7 @@ fn a_reference_model_comes_back_byte_for_byte() {
     let header_len = file.header().len() as u64;
     let sample = Sample::default();
     let contents = Contents {
-        files: vec![FileContents::new(file.file(), header_len, file.tensors(), 0).unwrap()],
+        files: vec![FileContents::new(&path, file.file(), header_len, file.tensors(), 0).unwrap()],
         tensors: file.tensors(),
         chunks: Vec::new(),
         matrices: Vec::new(),

@@ -28,6 +28,7 @@ mod routing;
 mod run;
 mod sentencepiece;
 mod shapes;
+mod shards;
 mod support;
 mod threads;
 mod tile;

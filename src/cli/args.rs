@@ -138,8 +138,9 @@ fn layer_expert(text: &str) -> Result<(LayerId, ExpertId), String> {
 /// Arguments of `orkpack convert`.
 #[derive(Clone, Debug, Args)]
 pub struct ConvertArgs {
-    /// The model: a GGUF, or a pack to pack anew
-    pub model: PathBuf,
+    /// The model: a GGUF, any shard of one or its folder, or a pack to pack anew
+    #[arg(required = true, value_name = "MODEL")]
+    pub model: Vec<PathBuf>,
     /// Where the pack goes; default: beside the model, with the ending .orkpack
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,

@@ -16,6 +16,7 @@ use crate::source;
 
 pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done {
     let CalibrateArgs { model: path, prompts, output, force, common } = arguments;
+    let path = source::locate(&path).at(&path)?;
     let output = output.unwrap_or_else(|| beside(&path));
     refuse_existing(&output, force)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();

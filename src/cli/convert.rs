@@ -1,5 +1,6 @@
 //! `orkpack convert`.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -7,14 +8,16 @@ use super::args::{Choice as ChoiceArgs, ConvertArgs, ObjectiveArg};
 use super::output::{Output, say};
 use super::{Done, n_threads, profile, terminal};
 use crate::convert::{Choice, Request, StatisticsFrom, prepare};
-use crate::error::Error;
+use crate::error::{AtFile, Error};
 use crate::pack::Existing;
 use crate::plan::Objective;
 use crate::report::{self, ConvertDocument};
+use crate::source;
 
 pub fn convert(arguments: ConvertArgs, interrupted: Arc<AtomicBool>) -> Done {
     let ConvertArgs { model, output, choice: words, dry_run, force, allow_nonfinite, common } = arguments;
-    let output = output.unwrap_or_else(|| model.with_extension("orkpack"));
+    let model = one_model(model)?;
+    let output = output.unwrap_or_else(|| source::beside(&model, "orkpack"));
     let request = Request {
         choice: choice(&words)?,
         model,
@@ -42,6 +45,21 @@ pub fn convert(arguments: ConvertArgs, interrupted: Arc<AtomicBool>) -> Done {
         Output::new().text(&document.text())?
     }
     Ok(0)
+}
+
+/// The model that was named. A shell's pattern may name every file of a set; nothing else comes in several words.
+fn one_model(models: Vec<PathBuf>) -> Result<PathBuf, Error> {
+    match &models[..] {
+        [model] => source::locate(model).at(model),
+        several => source::one_set(several).ok_or_else(|| {
+            let name = |i: usize| several.get(i).map(|path| path.display().to_string()).unwrap_or_default();
+            let (first, second) = (name(0), name(1));
+            Error::usage(format!(
+                "one model at a time, and its output after -o: `orkpack convert {first} -o OUT.orkpack` \
+                 (found also `{second}`); of a split model name any one shard"
+            ))
+        }),
+    }
 }
 
 /// The words of a command as a choice.

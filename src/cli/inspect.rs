@@ -11,6 +11,7 @@ use crate::source;
 
 pub fn inspect(arguments: InspectArgs) -> Done {
     let path = arguments.model.map_or_else(the_model_here, Ok)?;
+    let path = source::locate(&path).at(&path)?;
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     let source = opened.source();
     let problem = Model::describe(source.as_ref()).err().map(|problem| problem.to_string());

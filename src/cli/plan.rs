@@ -18,6 +18,7 @@ use crate::source;
 pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
     let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
+    let path = source::locate(&path).at(&path)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
     let outline = Outline::of(source.as_ref()).at(&path)?;
     let subject = Subject { path: &path, source: &source, outline: &outline };

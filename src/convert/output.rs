@@ -3,14 +3,15 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::error::{AtFile, Error};
 
-/// Refuses an output that is the input in another spelling, by link or by path.
-pub(super) fn refuse_same_file(model: &Path, output: &Path) -> Result<(), Error> {
+/// Refuses an output that is an input in another spelling, by link or by path.
+pub(super) fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), Error> {
     let identity = |path: &Path| fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()));
-    if identity(model).is_some() && identity(model) == identity(output) {
+    let Some(output_is) = identity(output) else { return Ok(()) };
+    if inputs.iter().any(|input| identity(input) == Some(output_is)) {
         return Err(Error::usage("is the input itself; choose another output").or_at(output));
     }
     Ok(())

@@ -68,7 +68,7 @@ pub struct Subject<'a> {
 
 /// Where the document of a model lies: beside it, with the ending `.routing.json`.
 pub fn beside(model: &Path) -> PathBuf {
-    model.with_extension("routing.json")
+    source::beside(model, "routing.json")
 }
 
 /// Finds statistics as `from` says, without running the model; `None` where that would be needed.

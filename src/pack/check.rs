@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::layout::{MAX_K, MAX_N, PAGE, TILE, gaps};
+use super::layout::{MAX_K, MAX_N, PAGE, TILE, gaps, is_file_name};
 use super::manifest::{
     Chunk, Index, Kind, LayoutId, MatrixName, Part, Placement, Section, SourceTensor, SubMatrix,
 };
@@ -132,8 +132,16 @@ fn files(claims: &mut Claims<'_>) -> Result<(), PackError> {
         let place = (tensor.offset, tensor.source_len().unwrap_or(u64::MAX));
         inside.entry(tensor.file).or_default().push(place);
     }
+    let mut names = BTreeSet::new();
     for (file, number) in claims.index.files.iter().zip(0u32..) {
         let item = format!("source file {number}");
+        if !is_file_name(&file.name) {
+            let found = file.name.escape_debug();
+            return Err(PackError::value(item, "name", found, "a plain file name of at most 255 bytes"));
+        }
+        if !names.insert(&file.name) {
+            return Err(PackError::value(item, "name", file.name.escape_debug(), "a name of its own"));
+        }
         if file.header.is_some() != fat || (file.residue.is_some() && !fat) {
             return Err(PackError::value(
                 item,

@@ -14,6 +14,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 
 use serde::Serialize;
 
@@ -47,6 +48,8 @@ pub const MAX_K: u32 = 4096;
 pub const MAX_N: u32 = 8192;
 /// Where in the header its digest is; it covers the bytes before.
 pub const HEADER_DIGEST_OFFSET: usize = 4064;
+/// Most bytes of the name of a file, as most file systems have it.
+pub const MAX_NAME: usize = 255;
 /// More stacked matrices than this share one digest: no model has so many experts.
 const MAX_PARTS: u64 = 4096;
 
@@ -219,6 +222,8 @@ pub struct Contents<'a> {
 /// What a pack keeps of one GGUF file beside its tensors.
 #[derive(Clone, Debug)]
 pub struct FileContents<'a> {
+    /// Its name, without a folder.
+    pub name: String,
     /// Length of the file.
     pub len: u64,
     /// Its first bytes, up to the tensor data.
@@ -265,26 +270,50 @@ pub struct Layout {
 }
 
 impl<'a> FileContents<'a> {
-    /// What a pack keeps of file number `file` of a model, given all its bytes and all tensors of the model.
+    /// What a pack keeps of file number `file` of a model, given its path, all its bytes and all tensors of the model.
     ///
     /// `None` when a tensor's place or the header leaves the file.
-    pub fn new(bytes: &'a [u8], header_len: u64, tensors: &[TensorInfo], file: u32) -> Option<Self> {
+    pub fn new(
+        path: &Path,
+        bytes: &'a [u8],
+        header_len: u64,
+        tensors: &[TensorInfo],
+        file: u32,
+    ) -> Option<Self> {
         let here = tensors.iter().filter(|tensor| tensor.place.file == file);
         let places = here.map(|tensor| (tensor.place.offset, tensor.place.len));
         let mut residue = Vec::new();
         for gap in gaps(header_len, places, wide(bytes.len()))? {
             residue.extend_from_slice(slice(bytes, gap.start, gap.end.checked_sub(gap.start)?)?);
         }
-        Some(Self::kept(wide(bytes.len()), slice(bytes, 0, header_len)?, residue))
+        Some(Self::kept(&file_name(path), wide(bytes.len()), slice(bytes, 0, header_len)?, residue))
     }
 
     /// What a pack kept of a file, to be kept by another.
-    pub(crate) fn kept(len: u64, header: &'a [u8], mut residue: Vec<u8>) -> Self {
+    pub(crate) fn kept(name: &str, len: u64, header: &'a [u8], mut residue: Vec<u8>) -> Self {
         if residue.iter().all(|byte| *byte == 0) {
             residue.clear();
         }
-        FileContents { len, header, residue }
+        FileContents { name: name.to_owned(), len, header, residue }
     }
+}
+
+/// The name of a file as a pack keeps it: text that every file system takes and no terminal obeys.
+fn file_name(path: &Path) -> String {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let plain = name.chars().map(|c| if c.is_control() { '_' } else { c });
+    let ends = plain.scan(0usize, |len, c| {
+        *len = len.saturating_add(c.len_utf8());
+        (*len <= MAX_NAME).then_some(c)
+    });
+    let name: String = ends.collect();
+    if is_file_name(&name) { name } else { "model.gguf".to_owned() }
+}
+
+/// Whether a file can be written under this name in any folder, and nowhere else.
+pub(super) fn is_file_name(name: &str) -> bool {
+    let is_plain = |c: char| !c.is_control() && c != '/';
+    (1..=MAX_NAME).contains(&name.len()) && name != "." && name != ".." && name.chars().all(is_plain)
 }
 
 /// The ranges of a GGUF file that are neither its header nor a tensor, in order, empty ones left out.
@@ -348,7 +377,7 @@ impl Contents<'_> {
                     residue = Some(add(index, Kind::Residue, &name, LayoutId::Plain, file.residue.len()));
                 }
             }
-            index.files.push(SourceFile { len: file.len, header, residue });
+            index.files.push(SourceFile { name: file.name.clone(), len: file.len, header, residue });
         }
     }
 

@@ -85,6 +85,8 @@ pub struct ModelDims {
 /// One GGUF file of the model.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct SourceFile {
+    /// Its name, without a folder.
+    pub name: String,
     /// Its length in bytes.
     pub len: u64,
     /// Section with its first bytes, up to the tensor data. A thin pack has none.

@@ -174,3 +174,17 @@ fn payload(value: &Value) -> Vec<u8> {
         Value::F64(v) => v.to_le_bytes().to_vec(),
     }
 }
+
+/// A model cut into `n` files as `gguf-split` does it: all keys in the first, a third key in each that numbers it from 0.
+pub fn shards(model: &GgufBuilder, n: usize) -> Vec<GgufBuilder> {
+    let per_file = model.tensors.len().div_ceil(n);
+    let total = model.tensors.len() as i32;
+    let part = |(i, tensors): (usize, &[TensorSpec])| {
+        let entries = if i == 0 { model.entries.clone() } else { Vec::new() };
+        let file = GgufBuilder { entries, tensors: tensors.to_vec(), ..model.clone() };
+        file.kv("split.no", Value::U16(i as u16))
+            .kv("split.count", Value::U16(n as u16))
+            .kv("split.tensors.count", Value::I32(total))
+    };
+    model.tensors.chunks(per_file).enumerate().map(part).collect()
+}

@@ -51,7 +51,13 @@ impl Sample {
     }
 
     pub fn contents(&self) -> Contents<'_> {
-        let file = FileContents::new(&self.gguf, self.header.data_offset, &self.header.tensors, 0);
+        let file = FileContents::new(
+            "model.gguf".as_ref(),
+            &self.gguf,
+            self.header.data_offset,
+            &self.header.tensors,
+            0,
+        );
         Contents {
             manifest: manifest(),
             files: vec![file.expect("tensors inside the file")],
