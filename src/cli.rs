@@ -7,6 +7,7 @@ mod args;
 mod calibrate;
 mod convert;
 mod demo;
+mod export;
 mod inspect;
 mod output;
 mod plan;
@@ -41,6 +42,7 @@ pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Merge(arguments) => calibrate::merge(arguments),
             Command::Verify(arguments) => verify::verify(arguments, interrupted),
             Command::Inspect(arguments) => inspect::inspect(arguments),
+            Command::Export(arguments) => export::export(arguments, interrupted),
             Command::Demo(arguments) => demo::demo(arguments, interrupted),
             Command::Completions { shell } => completions(shell),
             Command::Man { dir } => man(&dir),

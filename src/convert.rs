@@ -4,6 +4,7 @@
 //! appears under its name only when it is complete and on the disk.
 
 mod contents;
+mod export;
 mod fill;
 mod output;
 mod statistics;
@@ -17,7 +18,10 @@ use crate::error::{AtFile, Error, Failure};
 use crate::executor::WeightTable;
 use crate::model::{ModelShape, Outline};
 use crate::pack::verify::{Mode, verify};
-use crate::pack::{Contents, Digest, Existing, FileContents, Finished, Layout, Manifest, Pack, Writer};
+use crate::pack::{
+    Contents, Digest, Existing, FileContents, Finished, Giver, Layout, Manifest, Pack, PackError,
+    SourceTensor, Writer,
+};
 use crate::plan::{Objective, Plan, PlanRequest, Routing};
 use crate::profile::DeviceProfile;
 use crate::progress::{Progress, Unit};
@@ -29,6 +33,7 @@ use contents::{chunk_contents, cuts, manifest, matrices};
 use fill::Errors;
 use output::refuse_same_file;
 
+pub use export::{export, export_paths};
 pub use output::write_beside;
 pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
@@ -66,6 +71,8 @@ pub struct Request {
     pub choice: Choice,
     /// A plan to use instead of making one.
     pub plan: Option<PathBuf>,
+    /// The source tensors are left out and known by digest.
+    pub thin: bool,
     /// NaN and infinite weights become zero instead of an error.
     pub allow_nonfinite: bool,
     /// Threads.
@@ -90,6 +97,15 @@ pub struct Prepared {
     plan_json: Vec<u8>,
     profile_json: Vec<u8>,
     manifest: Manifest,
+}
+
+/// How long a pack is, to the byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// With the source tensors; `None` where they cannot all be given back.
+    pub fat: Option<Bytes>,
+    /// Without them.
+    pub thin: Bytes,
 }
 
 /// What a conversion made.
@@ -122,13 +138,14 @@ pub fn prepare(mut request: Request, progress: &mut dyn Progress) -> Result<Prep
         return Err(Error::usage("exists already; --force replaces it").or_at(&request.output));
     }
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
+    refuse_same_file(&opened.paths(), &request.output)?;
     let source = opened.source();
     let outline = Outline::of(source.as_ref()).at(&path)?;
     let shape = outline.shape();
     let (plan, statistics) = match &request.plan {
         Some(file) => (read_plan(file, shape, &request.choice.profile)?, None),
         None => {
-            let subject = Subject { path: &path, source: &source, outline: &outline };
+            let subject = Subject { path: &path, source: &source, outline: &outline, pack: opened.pack() };
             let choice = &request.choice;
             let keep = beside(&request.output);
             let found = find_or_run(
@@ -203,7 +220,21 @@ impl Prepared {
     ///
     /// [`Error`] for contents that no pack can hold.
     pub fn layout(&self) -> Result<Layout, Error> {
-        self.contents()?.layout().at(&self.request.output)
+        self.contents(self.request.thin)?.layout().at(&self.request.output)
+    }
+
+    /// The exact length of the pack with the source tensors and without. A thin pack whose GGUF is another upload can
+    /// be made thin alone.
+    ///
+    /// # Errors
+    ///
+    /// As [`Prepared::layout`].
+    pub fn sizes(&self) -> Result<Sizes, Error> {
+        let size =
+            |thin| Ok::<_, Error>(Bytes(self.contents(thin)?.layout().at(&self.request.output)?.file_len));
+        let fat =
+            if self.request.thin && self.opened.files(false).is_none() { None } else { Some(size(false)?) };
+        Ok(Sizes { fat, thin: size(true)? })
     }
 
     /// Writes the pack: every tensor as it is, then one chunk after the other, then index and name.
@@ -213,13 +244,28 @@ impl Prepared {
     /// [`Error`] naming the tensor, expert and row; nothing is left behind then.
     pub fn write(&self, progress: &mut dyn Progress) -> Result<Outcome, Error> {
         let output = &self.request.output;
-        let contents = self.contents()?;
-        let mut pack = Writer::create(output, &contents, self.request.existing).at(output)?;
+        let contents = self.contents(self.request.thin)?;
+        let pack = Writer::create(output, &contents, self.request.existing);
+        let mut pack = pack.map_err(|error| self.or_thin(error)).at(output)?;
         progress.begin("packing", pack.layout().file_len, Unit::Bytes);
-        for tensor in self.source.tensors() {
+        let given = self.giver()?;
+        for (number, tensor) in self.source.tensors().iter().enumerate() {
             check_interrupt(progress)?;
-            pack.push_tensor(self.source.bytes(tensor.place).at(&self.request.model)?).at(output)?;
+            match given.as_ref().and_then(|(giver, tensors)| Some((giver, tensors.get(number)?))) {
+                Some((giver, tensor)) => pack.push_given(giver, tensor).at(output)?,
+                None => {
+                    let bytes = self.source.bytes(tensor.place).at(&self.request.model)?;
+                    pack.push_tensor(bytes).at(output)?;
+                }
+            }
             progress.advance(tensor.place.len);
+        }
+        if !self.request.thin && given.is_some_and(|(giver, _)| !giver.shares()) {
+            let bytes = self.source.tensors().iter().map(|tensor| tensor.place.len).sum();
+            let bytes = Bytes(bytes);
+            progress.note(&format!(
+                "note: this file system cannot share extents: {bytes} of tensors were copied"
+            ));
         }
         let mut errors = Errors::default();
         for chunk in &self.plan.chunks {
@@ -241,6 +287,17 @@ impl Prepared {
         })
     }
 
+    /// The fat pack that this one is made of: its tensors are checked, and need not be written twice.
+    fn giver(&self) -> Result<Option<(Giver<'_>, &[SourceTensor])>, Error> {
+        match self.opened.pack() {
+            Some(pack) if pack.is_fat() => {
+                let giver = Giver::new(pack, &self.request.output).at(&self.request.output)?;
+                Ok(Some((giver, pack.tensors())))
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Opens what was written and checks header, index and the NPU area.
     fn read_back(&self, root: Digest) -> Result<(), Error> {
         let output = &self.request.output;
@@ -254,12 +311,22 @@ impl Prepared {
         }
     }
 
-    fn contents(&self) -> Result<Contents<'_>, Error> {
+    /// Says in the error of a full disk whether a thin pack would fit.
+    fn or_thin(&self, error: PackError) -> PackError {
+        match (error, self.sizes()) {
+            (PackError::NoSpace { needed, free, .. }, Ok(Sizes { thin, .. })) => {
+                PackError::NoSpace { needed, free, thin: (thin <= free && thin < needed).then_some(thin) }
+            }
+            (error, _) => error,
+        }
+    }
+
+    fn contents(&self, thin: bool) -> Result<Contents<'_>, Error> {
         Ok(Contents {
             manifest: self.manifest.clone(),
-            files: self.files()?,
+            files: self.files(thin)?,
             tensors: &self.original,
-            thin: false,
+            thin,
             profile: &self.profile_json,
             statistics: self.statistics_json.as_deref(),
             plan: &self.plan_json,
@@ -270,18 +337,10 @@ impl Prepared {
     }
 
     /// The source files' headers and gaps: with the tensors, every byte of the original.
-    fn files(&self) -> Result<Vec<FileContents<'_>>, Error> {
-        match &self.opened {
-            Opened::Gguf(set) => {
-                let contents = set.files().iter().zip(0..).map(|(file, number)| {
-                    let (path, header) = (file.file().path(), file.header().len() as u64);
-                    FileContents::new(path, file.file(), header, set.tensors(), number)
-                });
-                let outside = || Error::usage("tensors leave the file").or_at(&self.request.model);
-                contents.collect::<Option<_>>().ok_or_else(outside)
-            }
-            Opened::Pack(model) => Ok(model.files()),
-        }
+    fn files(&self, thin: bool) -> Result<Vec<FileContents<'_>>, Error> {
+        let message = "the GGUF that has its tensors is not the original, which a fat pack could not give back; \
+                       make a thin one with --thin, or convert the GGUF itself";
+        self.opened.files(thin).ok_or_else(|| Error::usage(message).or_at(&self.request.model))
     }
 }
 

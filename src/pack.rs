@@ -16,6 +16,7 @@ pub mod layout;
 pub mod manifest;
 mod partial;
 mod reader;
+mod share;
 pub mod verify;
 mod writer;
 
@@ -28,6 +29,7 @@ pub use manifest::{
 };
 pub use partial::{Existing, Partial};
 pub use reader::Pack;
+pub use share::Giver;
 pub use writer::{Finished, Sink, Writer};
 
 /// A length as the format counts it. A `usize` is never wider than 64 bits.

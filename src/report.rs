@@ -4,6 +4,7 @@
 //! about: measured (counted or timed here), simulated (the software NPU and the profile's clock), or estimated.
 
 mod conversion;
+mod exporting;
 mod inspection;
 mod planning;
 mod running;
@@ -12,6 +13,7 @@ mod verification;
 use serde::Serialize;
 
 pub use conversion::ConvertDocument;
+pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{InspectDocument, inspection};
 pub use planning::{plan, routing};
 pub use running::{ComparisonPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, run};

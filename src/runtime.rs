@@ -82,6 +82,8 @@ pub struct Options {
     pub io: Io,
     /// A fallback to the CPU is an error.
     pub strict: bool,
+    /// The model with the tensors of a thin pack; `None`: the one beside it.
+    pub model: Option<PathBuf>,
 }
 
 /// An open model, ready to be run.
@@ -103,7 +105,8 @@ impl Runtime {
     ///
     /// [`Error`] with the file's name when it is unsound, not supported, or (under [`Check::Full`]) damaged.
     pub fn open(path: &Path, options: Options) -> Result<Runtime, Error> {
-        let opened = source::open(path, options.io, &Limits::default()).at(path)?;
+        let opened =
+            source::open_with(path, options.model.as_deref(), options.io, &Limits::default()).at(path)?;
         Runtime::of(path, opened, options)
     }
 
@@ -123,6 +126,9 @@ impl Runtime {
             let report = verify(packed.pack(), Mode::Full, &|_| ());
             if let Some(finding) = report.findings().next() {
                 return Err(Error::usage(format!("the pack is damaged: {finding}")).or_at(path));
+            }
+            if let Some(wrong) = packed.check_bound(&|_| ()).into_iter().next() {
+                return Err(Error::from(wrong).or_at(packed.bound_to().unwrap_or(path)));
             }
         }
         let profile = match &packed {

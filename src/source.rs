@@ -12,21 +12,24 @@
     clippy::arithmetic_side_effects
 )]
 
+mod bound;
 mod folder;
+mod packed;
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use thiserror::Error;
 
 use crate::bytes::{Io, Limits};
-use crate::gguf::{GgufError, GgufSet, Header, SetError, is_gguf};
-use crate::pack::{FileContents, Pack, PackError, SourceTensor};
-use crate::tensor::{Metadata, Place, SourceError, TensorInfo, TensorSource};
+use crate::gguf::{GgufError, GgufSet, SetError, is_gguf};
+use crate::pack::{FileContents, Pack, PackError};
+use crate::tensor::{TensorInfo, TensorSource};
 
 pub use folder::{Role, beside, files_in, files_of, locate, models_in, one_set};
+pub use packed::{PackedModel, check_packed};
 
 /// Why a model could not be opened. The caller adds the path.
 #[derive(Debug, Error)]
@@ -62,9 +65,33 @@ pub enum OpenError {
     /// A pack that was refused.
     #[error(transparent)]
     Pack(#[from] PackError),
-    /// A sound pack without the model's tensors.
-    #[error("a thin pack: it holds the NPU's copies, not the model's tensors")]
-    Thin,
+    /// A sound pack without the model's tensors, which were not found either.
+    #[error("a thin pack: the model's tensors are in `{wanted}`, which is not beside it")]
+    Thin {
+        /// The name of the model's first file.
+        wanted: String,
+    },
+    /// A model was named although the file has its own tensors.
+    #[error("holds its tensors itself; another model is for thin packs only")]
+    NotThin,
+    /// The model that was to give a thin pack its tensors cannot be opened.
+    #[error("{}: {error}", path.display())]
+    Model {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        error: Box<OpenError>,
+    },
+    /// The model that was to give a thin pack its tensors has others.
+    #[error("the pack was made from another model: tensor `{tensor}` is {found}, expected {expected}")]
+    OtherTensor {
+        /// The tensor.
+        tensor: String,
+        /// Type and shape there.
+        found: String,
+        /// Type and shape in the pack.
+        expected: String,
+    },
     /// A pack whose table of tensors is not that of the GGUF header it holds.
     #[error("tensor {number} is {found} in the pack's table, but {expected} in its GGUF header")]
     Table {
@@ -83,7 +110,8 @@ impl OpenError {
         match self {
             OpenError::Empty => Some("the download or copy may be incomplete"),
             OpenError::Unknown { .. } => Some("give a .gguf file, or a pack made by `orkpack convert`"),
-            OpenError::Thin => Some("name the GGUF it was made from with --model"),
+            OpenError::Thin { .. } => Some("put the GGUF beside it, or name it with --model"),
+            OpenError::Model { error, .. } => error.hint(),
             OpenError::Pack(error) => error.hint(),
             OpenError::Set(error) => error.hint(),
             _ => None,
@@ -96,7 +124,7 @@ impl OpenError {
 pub enum Opened {
     /// From a GGUF, or a set of them.
     Gguf(Arc<GgufSet>),
-    /// From a fat pack.
+    /// From a fat pack, or a thin one with its GGUF.
     Pack(Arc<PackedModel>),
 }
 
@@ -106,6 +134,42 @@ impl Opened {
         match self {
             Opened::Gguf(set) => set.clone(),
             Opened::Pack(model) => model.clone(),
+        }
+    }
+
+    /// The same, borrowed.
+    fn as_source(&self) -> &dyn TensorSource {
+        match self {
+            Opened::Gguf(set) => set.as_ref(),
+            Opened::Pack(model) => model.as_ref(),
+        }
+    }
+
+    /// The files that it is read from.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        match self {
+            Opened::Gguf(set) => set.files().iter().map(|file| file.file().path().to_owned()).collect(),
+            Opened::Pack(model) => {
+                let mut paths = model.bound_to().map(files_of).unwrap_or_default();
+                paths.push(model.pack().file().path().to_owned());
+                paths
+            }
+        }
+    }
+
+    /// The model's GGUF files as a fat or thin pack keeps them: with the tensors, every byte of the original.
+    ///
+    /// `None` when a fat pack is asked for and not all of these bytes are at hand.
+    pub fn files(&self, thin: bool) -> Option<Vec<FileContents<'_>>> {
+        match self {
+            Opened::Gguf(set) => {
+                let contents = set.files().iter().zip(0u32..).map(|(file, number)| {
+                    let header = u64::try_from(file.header().len()).ok()?;
+                    FileContents::new(file.file().path(), file.file(), header, set.tensors(), number)
+                });
+                contents.collect()
+            }
+            Opened::Pack(model) => model.files(thin),
         }
     }
 
@@ -127,168 +191,44 @@ impl Opened {
     }
 }
 
-/// Opens the model at `path`: a GGUF, any file of a set, a fat pack, or a folder with one model.
+/// Opens the model at `path`: a GGUF, any file of a set, a fat pack, a thin pack with its GGUF beside it, or a folder
+/// with one model.
 ///
 /// # Errors
 ///
 /// [`OpenError`], without the path.
 pub fn open(path: &Path, io: Io, limits: &Limits) -> Result<Opened, OpenError> {
-    let path = &locate(path)?;
-    let mut found = Vec::new();
-    match File::open(path) {
-        Ok(file) => drop(file.take(8).read_to_end(&mut found)?),
-        // Of a set the missing files are named, so long as there is any.
-        Err(_) if files_of(path).iter().any(|file| file.exists()) => {
-            return Ok(Opened::Gguf(Arc::new(GgufSet::open(path, io, limits)?)));
-        }
-        Err(error) => return Err(error.into()),
-    }
-    if found.is_empty() {
-        return Err(OpenError::Empty);
-    }
-    if is_gguf(&found) {
-        return Ok(Opened::Gguf(Arc::new(GgufSet::open(path, io, limits)?)));
-    }
-    match Pack::open(path, io) {
-        Ok(pack) => Ok(Opened::Pack(Arc::new(PackedModel::new(pack, limits)?))),
-        Err(PackError::NotAPack { .. }) => Err(OpenError::Unknown { found }),
-        Err(error) => Err(error.into()),
-    }
+    open_with(path, None, io, limits)
 }
 
-/// The model in a fat pack.
-#[derive(Debug)]
-pub struct PackedModel {
-    pack: Pack,
-    metadata: Metadata,
-    tensors: Vec<TensorInfo>,
-}
-
-impl PackedModel {
-    /// The model in `pack`, whose GGUF headers are read as hostile as any.
-    ///
-    /// # Errors
-    ///
-    /// [`OpenError::Thin`] when the pack has none; [`OpenError::Gguf`] and [`OpenError::Table`] when headers
-    /// are unsound or say another thing than the pack's own table.
-    pub fn new(pack: Pack, limits: &Limits) -> Result<PackedModel, OpenError> {
-        let (metadata, tensors) = read_headers(&pack, limits)?;
-        Ok(PackedModel { pack, metadata, tensors })
-    }
-
-    /// The pack.
-    pub fn pack(&self) -> &Pack {
-        &self.pack
-    }
-
-    /// The tensors, each at its place in the GGUF that the pack was made from.
-    pub fn original_tensors(&self) -> Vec<TensorInfo> {
-        let stored = self.tensors.iter().zip(self.pack.tensors());
-        let original = stored.map(|(tensor, entry)| TensorInfo {
-            place: Place { file: entry.file, offset: entry.offset, len: tensor.place.len },
-            ..tensor.clone()
-        });
-        original.collect()
-    }
-
-    /// The GGUF's files as a pack keeps them. With [`PackedModel::original_tensors`] a pack made from this one
-    /// holds the same model, byte for byte, as one made from the GGUF.
-    pub fn files(&self) -> Vec<FileContents<'_>> {
-        let files = self.pack.files().iter().zip(0u32..).map(|(file, number)| {
-            let residue = self.pack.residue(number).unwrap_or_default().to_vec();
-            FileContents::kept(
-                &file.name,
-                file.len,
-                self.pack.gguf_header(number).unwrap_or_default(),
-                residue,
-            )
-        });
-        files.collect()
-    }
-}
-
-/// Checks the GGUF headers in a fat pack and compares them with its table of tensors, as opening its model does.
-///
-/// Reads the headers alone.
+/// The same; the tensors of a thin pack are those of `model`, where one is named.
 ///
 /// # Errors
 ///
-/// As [`PackedModel::new`].
-pub fn check_packed(pack: &Pack, limits: &Limits) -> Result<(), OpenError> {
-    read_headers(pack, limits).map(drop)
+/// As [`open`]; [`OpenError::NotThin`] when a model is named and not needed.
+pub fn open_with(path: &Path, model: Option<&Path>, io: Io, limits: &Limits) -> Result<Opened, OpenError> {
+    let path = &locate(path)?;
+    let opened = match read_start(path)? {
+        Some(found) if found.is_empty() => return Err(OpenError::Empty),
+        Some(found) if !is_gguf(&found) => match Pack::open(path, io) {
+            Ok(pack) if pack.is_fat() => Opened::Pack(Arc::new(PackedModel::new(pack, limits)?)),
+            Ok(pack) => return Ok(Opened::Pack(Arc::new(PackedModel::thin(pack, model, io, limits)?))),
+            Err(PackError::NotAPack { .. }) => return Err(OpenError::Unknown { found }),
+            Err(error) => return Err(error.into()),
+        },
+        _ => Opened::Gguf(Arc::new(GgufSet::open(path, io, limits)?)),
+    };
+    if model.is_none() { Ok(opened) } else { Err(OpenError::NotThin) }
 }
 
-/// The metadata of the first header, and the tensors of all at their places in the pack.
-fn read_headers(pack: &Pack, limits: &Limits) -> Result<(Metadata, Vec<TensorInfo>), OpenError> {
-    let mut metadata = None;
-    let mut entries = Vec::new();
-    for (file, number) in pack.files().iter().zip(0u32..) {
-        let header = pack.gguf_header(number).ok_or(OpenError::Thin)?;
-        let parsed = Header::parse(header, file.len, limits)?;
-        entries.extend(parsed.tensors.into_iter().map(|tensor| (number, tensor)));
-        metadata.get_or_insert(parsed.metadata);
-    }
-    Ok((metadata.ok_or(OpenError::Thin)?, places(pack, entries)?))
-}
-
-/// The headers' tensors at their places in the pack, if its table lists the same ones.
-fn places(pack: &Pack, entries: Vec<(u32, TensorInfo)>) -> Result<Vec<TensorInfo>, OpenError> {
-    let none = || "missing".to_owned();
-    let mut table = pack.tensors().iter();
-    let mut tensors = Vec::new();
-    for (number, (file, tensor)) in entries.into_iter().enumerate() {
-        let expected =
-            describe(&tensor.name, tensor.dtype.gguf_id(), &tensor.dims, file, tensor.place.offset);
-        let entry = table.next();
-        let found = entry.map_or_else(none, describe_entry);
-        let section = entry.and_then(|entry| pack.section(entry.section?));
-        match section {
-            Some(section) if found == expected => {
-                let place = Place { file: 0, offset: section.offset, len: section.len };
-                tensors.push(TensorInfo { place, ..tensor });
-            }
-            _ => return Err(OpenError::Table { number, found, expected }),
-        }
-    }
-    match table.next() {
-        Some(entry) => {
-            let found = describe_entry(entry);
-            Err(OpenError::Table { number: tensors.len(), found, expected: none() })
-        }
-        None => Ok(tensors),
-    }
-}
-
-fn describe_entry(entry: &SourceTensor) -> String {
-    describe(&entry.name, entry.dtype, &entry.dims, entry.file, entry.offset)
-}
-
-fn describe(name: &str, dtype: u32, dims: &[u64], file: u32, offset: u64) -> String {
-    format!("`{}` of type {dtype}, {dims:?}, at byte {offset} of file {file}", name.escape_debug())
-}
-
-impl TensorSource for PackedModel {
-    fn header(&self) -> &[u8] {
-        self.pack.gguf_header(0).unwrap_or_default()
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.tensors
-    }
-
-    fn find(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(usize::try_from(self.pack.tensor_number(name)?).ok()?)
-    }
-
-    fn bytes(&self, place: Place) -> Result<&[u8], SourceError> {
-        let Place { file, offset, len } = place;
-        let range = || usize::try_from(offset).ok().zip(usize::try_from(offset.checked_add(len)?).ok());
-        let bytes =
-            if file == 0 { range().and_then(|(begin, end)| self.pack.file().get(begin..end)) } else { None };
-        bytes.ok_or(SourceError::OutOfFile { file, offset, len })
-    }
+/// The first bytes of a file; `None` for one that is not there, but is one of a set of which there are others: what is
+/// missing is found out when the set is opened.
+fn read_start(path: &Path) -> Result<Option<Vec<u8>>, OpenError> {
+    let mut found = Vec::new();
+    match File::open(path) {
+        Ok(file) => file.take(8).read_to_end(&mut found)?,
+        Err(_) if files_of(path).iter().any(|file| file.exists()) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(Some(found))
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use orkpack::convert::prepare;
+use orkpack::convert::{Request, prepare};
 use orkpack::pack::verify::{Mode, verify};
 use orkpack::pack::{Existing, Pack};
 use orkpack::progress::{Progress, Silent, Unit};
@@ -11,8 +11,8 @@ use orkpack::quantize;
 use orkpack::tensor::{Dtype, MatrixView, TensorSource};
 use orkpack::tile::cut;
 
-use crate::support::gguf_builder::{MoeSpec, hollow_moe, tiny_moe, tiny_moe_builder};
-use crate::support::models::{convert, folder, hits, model_in, profile, request};
+use crate::support::gguf_builder::{MoeSpec, hollow_moe, shards, tiny_moe, tiny_moe_builder};
+use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, profile, request};
 use crate::support::watch::peak_anonymous;
 
 const ALL: u64 = 1 << 30;
@@ -321,4 +321,96 @@ fn a_gigabyte_is_converted_in_little_memory() {
     let npu: u64 = pack.chunks().iter().map(|chunk| pack.chunk_bytes(chunk).len() as u64).sum();
     assert_eq!(npu, (2 * 24 * 11) << 20, "every expert has its copy, down padded to 2048");
     assert!(peak > 1 << 20 && peak < 300_000_000, "{peak} bytes of anonymous memory at the peak");
+}
+
+/// Keeps what is said.
+#[derive(Default)]
+struct Notes(Vec<String>);
+
+impl Progress for Notes {
+    fn begin(&mut self, _: &str, _: u64, _: Unit) {}
+    fn advance(&mut self, _: u64) {}
+    fn end(&mut self) {}
+    fn note(&mut self, line: &str) {
+        self.0.push(line.to_owned());
+    }
+}
+
+/// A pack planned again is the pack that its GGUF makes of the plan; where tensors had to be copied it is said.
+#[test]
+fn a_pack_is_planned_again_without_its_gguf() {
+    let folder = folder();
+    let path = folder.path();
+    let model = model_in(path, &tiny_moe(&MoeSpec { dtype: Dtype::Q8_0, ..MoeSpec::default() }));
+    calibrate_beside(&model, &[1, 2, 3, 4]);
+    let (prepared, first) = convert(request(&model, hits(1 << 19))).unwrap();
+    let plan = path.join("small.plan.json");
+    fs::write(&plan, prepared.plan.to_json().unwrap()).unwrap();
+    let (_, big) =
+        convert(Request { output: path.join("big.orkpack"), ..request(&model, hits(ALL)) }).unwrap();
+    let by_plan = |model: &Path, name: &str| Request {
+        plan: Some(plan.clone()),
+        output: path.join(name),
+        ..request(model, hits(0))
+    };
+    let (_, from_gguf) = convert(by_plan(&model, "gguf.orkpack")).unwrap();
+    fs::remove_file(&model).unwrap();
+    fs::remove_file(path.join("model.routing.json")).unwrap();
+    let mut notes = Notes::default();
+    let again = prepare(by_plan(&big.output, "pack.orkpack"), &mut notes).unwrap();
+    let from_pack = again.write(&mut notes).unwrap();
+    assert!(fs::read(&from_pack.output).unwrap() == fs::read(&from_gguf.output).unwrap());
+    // Asked in another way: a whole file can be shared with another where a part of one can.
+    let (one, other) = (fs::File::create(path.join("one")).unwrap(), fs::File::open(&big.output).unwrap());
+    let shares = rustix::fs::ioctl_ficlone(&one, &other).is_ok();
+    let said = notes.0.iter().filter(|line| line.contains("cannot share extents")).count();
+    assert_eq!(said, usize::from(!shares), "{:?}", notes.0);
+    // Without a plan the statistics are those of the pack: nothing is counted again.
+    let small = Request { output: path.join("small.orkpack"), ..request(&big.output, hits(1 << 19)) };
+    let (_, small) = convert(small).unwrap();
+    assert!(fs::read(small.output).unwrap() == fs::read(first.output).unwrap());
+}
+
+#[test]
+fn a_damaged_pack_is_not_handed_on() {
+    let folder = folder();
+    let path = folder.path();
+    let model = model_in(path, &tiny_moe(&MoeSpec { dtype: Dtype::Q8_0, ..MoeSpec::default() }));
+    calibrate_beside(&model, &[1, 2, 3, 4]);
+    let (_, whole) = convert(request(&model, hits(0))).unwrap();
+    let pack = Pack::open(&whole.output, Default::default()).unwrap();
+    let section = pack.sections().iter().find(|section| section.name == "blk.1.ffn_up_exps.weight").unwrap();
+    let mut bytes = fs::read(&whole.output).unwrap();
+    bytes[section.end() as usize - 1] ^= 4;
+    let broken = path.join("broken.orkpack");
+    fs::write(&broken, bytes).unwrap();
+    for thin in [false, true] {
+        let again = Request { thin, output: path.join("again.orkpack"), ..request(&broken, hits(0)) };
+        let error = convert(again).err().unwrap().to_string();
+        assert!(error.contains("tensor `blk.1.ffn_up_exps.weight`, expert 7,"), "{error}");
+        assert!(!names(path).iter().any(|name| name.starts_with("again")));
+    }
+}
+
+/// Cut where the conversion would not have looked for long: behind the experts, and in the last file of a set.
+#[test]
+fn case_b2_a_cut_source_is_refused_before_anything_is_written() {
+    let builder =
+        tiny_moe_builder(&MoeSpec { n_embd: 64, n_ff: 64, n_head: 2, n_head_kv: 1, ..MoeSpec::default() });
+    let whole = builder.build();
+    let files: Vec<Vec<u8>> = shards(&builder, 2).iter().map(|file| file.build()).collect();
+    let last = builder.tensors.last().unwrap().data.len();
+    for cut in [1, last, last + 1000] {
+        let folder = folder();
+        let path = folder.path();
+        let single = model_in(path, &whole[..whole.len() - cut]);
+        fs::write(path.join("set-00001-of-00002.gguf"), &files[0]).unwrap();
+        fs::write(path.join("set-00002-of-00002.gguf"), &files[1][..files[1].len() - cut]).unwrap();
+        let before = names(path);
+        for model in [single, path.join("set-00001-of-00002.gguf")] {
+            let error = convert(request(&model, hits(0))).err().unwrap();
+            assert!(error.to_string().contains("past the end of the file"), "{error}");
+            assert_eq!((error.exit_code(), names(path)), (2, before.clone()));
+        }
+    }
 }

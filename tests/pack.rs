@@ -131,14 +131,14 @@ fn a_thin_pack_knows_the_tensors_by_digest_alone() {
     let written = sample.write(&Contents { thin: true, ..sample.contents() });
     let thin = open(&written.done).unwrap();
     assert!(!thin.is_fat());
-    assert!(thin.gguf_header(0).is_none());
-    assert!(thin.sections().iter().all(|s| !matches!(s.kind, Kind::Header | Kind::Tensor | Kind::Residue)));
+    assert_eq!(thin.gguf_header(0), fat.gguf_header(0), "its metadata is the model's");
+    assert!(thin.sections().iter().all(|s| !matches!(s.kind, Kind::Tensor | Kind::Residue)));
     for (thin, fat) in thin.tensors().iter().zip(fat.tensors()) {
         assert_eq!(thin.digests, fat.digests);
     }
     assert!(thin.write_gguf(0, &mut Vec::new()).is_err());
     assert!(verify::verify(&thin, verify::Mode::Full, &|_| {}).is_ok());
-    assert!(matches!(PackedModel::new(thin, &Limits::default()), Err(OpenError::Thin)));
+    assert!(matches!(PackedModel::new(thin, &Limits::default()), Err(OpenError::Thin { .. })));
 }
 
 #[test]
@@ -312,7 +312,7 @@ fn a_full_disk_is_known_at_the_start() {
     contents.files[0].residue.clear();
     let path = folder.path().join("a.orkpack");
     let error = Writer::create(&path, &contents, Existing::Keep).map(drop).unwrap_err();
-    let PackError::NoSpace { needed, free } = error else { panic!("{error}") };
+    let PackError::NoSpace { needed, free, .. } = error else { panic!("{error}") };
     assert_eq!(needed.0, contents.layout().unwrap().file_len);
     assert!(free < needed);
     assert!(names(folder.path()).is_empty());
@@ -444,9 +444,13 @@ fn values_that_cannot_be_are_refused_by_name() {
         Case { edit: |i| at(i, Kind::Plan).kind = Kind::Residue, says: "number of documents of one kind" },
         Case { edit: |i| at(i, Kind::Statistics).kind = Kind::Residue, says: "use is none" },
         Case { edit: |i| i.files.clear(), says: "file is 0" },
-        Case { edit: |i| i.files[0].header = Some(77), says: "section is 77" },
-        Case { edit: |i| i.files[0].header = None, says: "section is there without the others" },
-        Case { edit: |i| i.files[0].residue = i.files[0].header, says: "source file 0: section is" },
+        Case { edit: |i| i.files[0].header = 77, says: "section is 77" },
+        Case { edit: |i| i.tensors[1].section = None, says: "section is there without the others" },
+        Case { edit: |i| i.files[0].residue = Some(i.files[0].header), says: "source file 0: section is" },
+        Case {
+            edit: |i| i.tensors.iter_mut().for_each(|tensor| tensor.section = None),
+            says: "residue is there without tensors",
+        },
         Case { edit: |i| i.files[0].len += 1, says: "residue `file 0`: length" },
         Case { edit: |i| i.files[0].len = 5, says: "overlapping or outside" },
         Case { edit: |i| i.files.push(i.files[0].clone()), says: "expected a name of its own" },
@@ -659,7 +663,7 @@ fn a_pack_of_a_pack_is_that_of_its_gguf() {
         assert!(from_gguf == sample.pack(), "odd: {odd}");
         let pack = open(&from_gguf).unwrap();
         let model = Arc::new(PackedModel::new(pack, &Limits::default()).unwrap());
-        let from_pack = repack(&Opened::Pack(model.clone()), model.files(), &sample);
+        let from_pack = repack(&Opened::Pack(model.clone()), model.files(false).unwrap(), &sample);
         assert!(from_pack == from_gguf, "odd: {odd}");
         assert_eq!(model.original_tensors(), sample.header.tensors);
     }
@@ -744,4 +748,28 @@ fn a_reference_model_comes_back_byte_for_byte() {
     pack.write_gguf(0, &mut out).unwrap();
     assert!(out == file.file()[..]);
     PackedModel::new(pack, &Limits::default()).unwrap();
+}
+
+/// What a pack calls a file can be written in any folder and shown on any terminal.
+#[test]
+fn names_of_files_are_kept_as_plain_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let sample = Sample::default();
+    let long = "x".repeat(300);
+    let cases: [(&[u8], &str); 6] = [
+        (b"a/b/model.gguf", "model.gguf"),
+        (b"a\n\x1b[31m.gguf", "a__[31m.gguf"),
+        (b"\xffa.gguf", "\u{fffd}a.gguf"),
+        ("Ж 模型.gguf".as_bytes(), "Ж 模型.gguf"),
+        (b"a/..", "model.gguf"),
+        (long.as_bytes(), &long[..255]),
+    ];
+    for (path, name) in cases {
+        let path = Path::new(std::ffi::OsStr::from_bytes(path));
+        let (header, tensors) = (sample.header.data_offset, &sample.header.tensors);
+        let file = FileContents::new(path, &sample.gguf, header, tensors, 0).unwrap();
+        assert_eq!(file.name, name);
+        let contents = Contents { files: vec![file], ..sample.contents() };
+        assert_eq!(open(&sample.write(&contents).done).unwrap().files()[0].name, name);
+    }
 }

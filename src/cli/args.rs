@@ -47,6 +47,10 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Show what is in a GGUF or a pack
     Inspect(InspectArgs),
+    /// Give back the GGUF that a pack was made from
+    ///
+    /// Byte for byte, from a fat pack: a single file, or every file of a split model under its own name.
+    Export(ExportArgs),
     /// Take the bundled model through the whole job
     ///
     /// Calibrate, plan, convert, verify, decode with the partition on the software NPU, compare with the CPU. Needs
@@ -146,7 +150,10 @@ pub struct ConvertArgs {
     pub output: Option<PathBuf>,
     #[command(flatten)]
     pub choice: Choice,
-    /// Say the exact size of the pack and write nothing
+    /// Leave the source tensors out; the pack then needs the GGUF, or one with the same tensors, to run
+    #[arg(long)]
+    pub thin: bool,
+    /// Say the exact size of the pack, fat and thin, and write nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Replace an existing output
@@ -221,6 +228,9 @@ pub struct VerifyArgs {
     /// Only header and index
     #[arg(long)]
     pub quick: bool,
+    /// The GGUF with the tensors of a thin pack, every one of which is checked; default: the one beside it, if there
+    #[arg(long, value_name = "GGUF", conflicts_with = "quick")]
+    pub model: Option<PathBuf>,
     /// The root digest that the pack must have (one pack)
     #[arg(long, value_name = "ROOT")]
     pub expect: Option<String>,
@@ -236,6 +246,31 @@ pub struct InspectArgs {
     /// List every tensor
     #[arg(long)]
     pub tensors: bool,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// What a pack can be turned into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ExportFormat {
+    /// The original GGUF, or all files of the set
+    Gguf,
+}
+
+/// Arguments of `orkpack export`.
+#[derive(Clone, Debug, Args)]
+pub struct ExportArgs {
+    /// A fat pack
+    pub pack: PathBuf,
+    /// What to make of it
+    #[arg(long, value_enum)]
+    pub to: ExportFormat,
+    /// The file, or the folder for the files of a split model; default: beside the pack, under the original names
+    #[arg(long, short, value_name = "FILE|DIR")]
+    pub output: Option<PathBuf>,
+    /// Replace existing outputs
+    #[arg(long)]
+    pub force: bool,
     #[command(flatten)]
     pub common: Common,
 }
@@ -296,7 +331,11 @@ pub enum KernelArg {
 #[command(name = "ork-run", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub struct OrkRun {
     /// A pack or a GGUF
-    pub model: PathBuf,
+    #[arg(value_name = "MODEL")]
+    pub file: PathBuf,
+    /// The GGUF with the tensors of a thin pack; default: the one beside it, under the name it was made from
+    #[arg(long, value_name = "GGUF")]
+    pub model: Option<PathBuf>,
     /// The prompt; `-` reads it from stdin
     #[arg(short, long, value_name = "TEXT", conflicts_with = "tokens")]
     pub prompt: Option<String>,

@@ -21,7 +21,7 @@ pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done
     refuse_existing(&output, force)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
     let outline = Outline::of_runnable(source.as_ref()).at(&path)?;
-    let subject = Subject { path: &path, source: &source, outline: &outline };
+    let subject = Subject { path: &path, source: &source, outline: &outline, pack: None };
     let mut progress = terminal(&common, interrupted);
     let statistics = count(subject, &prompts, n_threads(&common), &mut progress)?;
     keep(&statistics, &output, common.json)

@@ -15,7 +15,8 @@ use crate::report::{self, ConvertDocument};
 use crate::source;
 
 pub fn convert(arguments: ConvertArgs, interrupted: Arc<AtomicBool>) -> Done {
-    let ConvertArgs { model, output, choice: words, dry_run, force, allow_nonfinite, common } = arguments;
+    let ConvertArgs { model, output, choice: words, thin, dry_run, force, allow_nonfinite, common } =
+        arguments;
     let model = one_model(model)?;
     let output = output.unwrap_or_else(|| source::beside(&model, "orkpack"));
     let request = Request {
@@ -24,6 +25,7 @@ pub fn convert(arguments: ConvertArgs, interrupted: Arc<AtomicBool>) -> Done {
         output: output.clone(),
         existing: if force || dry_run { Existing::Replace } else { Existing::Keep },
         plan: words.plan,
+        thin,
         allow_nonfinite,
         n_threads: n_threads(&common),
         keep_statistics: !dry_run,
@@ -35,9 +37,12 @@ pub fn convert(arguments: ConvertArgs, interrupted: Arc<AtomicBool>) -> Done {
         say(false, &report::plan(&prepared.plan, &routing));
     }
     let document = if dry_run {
-        ConvertDocument::dry(&prepared, &output, prepared.layout()?.file_len)
+        ConvertDocument::dry(&prepared, &output, prepared.layout()?.file_len, prepared.sizes()?)
     } else {
-        ConvertDocument::written(&prepared, &prepared.write(&mut progress)?)
+        {
+            let outcome = prepared.write(&mut progress)?;
+            ConvertDocument::written(&prepared, &outcome, prepared.sizes()?)
+        }
     };
     if common.json {
         Output::new().json(&document)?

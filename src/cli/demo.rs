@@ -87,7 +87,7 @@ impl Demo {
     fn calibrate_and_plan(&self, path: &Path) -> Result<(ModelShape, String), Stop> {
         let source = source::open(path, Io::Map, &Limits::default()).at(path)?.source();
         let outline = Outline::of_runnable(source.as_ref()).at(path)?;
-        let subject = Subject { path, source: &source, outline: &outline };
+        let subject = Subject { path, source: &source, outline: &outline, pack: None };
         let mut progress = terminal(&self.common, Arc::clone(&self.interrupted));
         let statistics = count(subject, &[], n_threads(&self.common), &mut progress)?;
         let kept = beside(path);
@@ -119,6 +119,7 @@ impl Demo {
             existing: Existing::Replace,
             choice: choice(Objective::Hits, Some(third))?,
             plan: None,
+            thin: false,
             allow_nonfinite: false,
             n_threads: n_threads(&self.common),
             keep_statistics: false,
@@ -126,7 +127,7 @@ impl Demo {
         let mut progress = terminal(&self.common, Arc::clone(&self.interrupted));
         let prepared: Prepared = prepare(request, &mut progress)?;
         let outcome = prepared.write(&mut progress)?;
-        let document = ConvertDocument::written(&prepared, &outcome);
+        let document = ConvertDocument::written(&prepared, &outcome, prepared.sizes()?);
         self.say(&format!(
             "4. Converted all the same, with --objective hits and a budget for a third of the experts ({third}), to show \
              the partition:\n\n{}\n",

@@ -19,9 +19,10 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
     let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
     let path = source::locate(&path).at(&path)?;
-    let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
+    let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
+    let source = opened.source();
     let outline = Outline::of(source.as_ref()).at(&path)?;
-    let subject = Subject { path: &path, source: &source, outline: &outline };
+    let subject = Subject { path: &path, source: &source, outline: &outline, pack: opened.pack() };
     let choice = choice(&arguments.choice)?;
     let mut progress = terminal(common, interrupted);
     let found = match &choice.statistics {

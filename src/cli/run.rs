@@ -23,12 +23,15 @@ use crate::tokenizer::{Detokenizer, Special, Tokenizer};
 const DEFAULT_CONTEXT: usize = 4096;
 
 pub fn run(arguments: OrkRun, interrupted: Arc<AtomicBool>) -> Done {
-    let runtime = Runtime::open(&arguments.model, options(&arguments))?;
+    let runtime = Runtime::open(&arguments.file, options(&arguments))?;
     if arguments.prefault {
         runtime.prefault();
     }
     let engine = if arguments.reference { runtime.reference()? } else { runtime.engine()? };
     let quiet = arguments.common.quiet || arguments.common.json;
+    if let Some(line) = runtime.packed().and_then(|packed| packed.note()) {
+        say(quiet, &line);
+    }
     say(quiet, &arithmetic_line(&runtime, &engine, arguments.reference));
     let run = Run { runtime: &runtime, arguments: &arguments, interrupted: &interrupted };
     let session = run.session(engine);
@@ -81,6 +84,7 @@ fn options(arguments: &OrkRun) -> Options {
             IoArg::Pread => Io::Pread,
         },
         strict: arguments.strict,
+        model: arguments.model.clone(),
     }
 }
 

@@ -14,10 +14,10 @@ use crate::pack::verify::{Mode, verify as check};
 use crate::pack::{Digest, Pack};
 use crate::progress::{Progress, Unit};
 use crate::report::{VerifyDocument, verification};
-use crate::source::check_packed;
+use crate::source::{OpenError, PackedModel, check_packed};
 
 pub fn verify(arguments: VerifyArgs, interrupted: Arc<AtomicBool>) -> Done {
-    let VerifyArgs { mut packs, quick, expect, common } = arguments;
+    let VerifyArgs { mut packs, quick, model, expect, common } = arguments;
     if packs.is_empty() {
         packs = files_here("orkpack")?;
     }
@@ -29,6 +29,10 @@ pub fn verify(arguments: VerifyArgs, interrupted: Arc<AtomicBool>) -> Done {
             Error::usage(format!("--expect names one root, but there are {} packs", packs.len())).into()
         );
     }
+    if model.is_some() && packs.len() > 1 {
+        let n = packs.len();
+        return Err(Error::usage(format!("--model names one GGUF, but there are {n} packs")).into());
+    }
     let expect: Option<Digest> = expect.map(|root| root.parse()).transpose().map_err(|_| {
         Error::usage("--expect: expected the 64 hexadecimal digits that `orkpack verify` prints as root")
     })?;
@@ -36,7 +40,7 @@ pub fn verify(arguments: VerifyArgs, interrupted: Arc<AtomicBool>) -> Done {
     let progress = Mutex::new(terminal(&common, interrupted));
     let mut worst = 0;
     for path in &packs {
-        let (document, code) = one(path, mode, expect, &progress)?;
+        let (document, code) = one(path, mode, model.as_deref(), expect, &progress)?;
         worst = worst.max(code);
         if common.json {
             Output::new().json(&document)?;
@@ -51,6 +55,7 @@ pub fn verify(arguments: VerifyArgs, interrupted: Arc<AtomicBool>) -> Done {
 fn one(
     path: &Path,
     mode: Mode,
+    model: Option<&Path>,
     expect: Option<Digest>,
     progress: &Mutex<impl Progress + Send>,
 ) -> Result<(VerifyDocument, u8), Stop> {
@@ -71,14 +76,40 @@ fn one(
     let report = check(&pack, mode, &|bytes| hear(&mut |progress| progress.advance(bytes)));
     hear(&mut |progress| progress.end());
     let mut document = VerifyDocument::of(path, &report);
-    if let (true, Err(problem)) = (pack.is_fat(), check_packed(&pack, &Limits::default())) {
-        document.ok = false;
-        document.findings.push(problem.to_string());
+    if let Err(problem) = check_packed(&pack, &Limits::default()) {
+        document.find(problem.to_string());
+    } else if pack.is_fat() && model.is_some() {
+        return Err(Error::from(OpenError::NotThin).or_at(path).into());
+    } else if !pack.is_fat() && mode == Mode::Full {
+        tensors(pack, model, &mut document, &|bytes| hear(&mut |progress| progress.advance(bytes)))
+            .map_err(|error| Error::from(error).or_at(path))?;
     }
     if let Some(expected) = expect.filter(|expected| *expected != report.root) {
-        document.ok = false;
-        document.findings.push(format!("the root is {}, expected {expected}", report.root));
+        document.find(format!("the root is {}, expected {expected}", report.root));
     }
     let code = u8::from(!document.ok);
     Ok((document, code))
+}
+
+/// Checks the tensors that a thin pack is bound to, if they are here.
+fn tensors(
+    pack: Pack,
+    model: Option<&Path>,
+    document: &mut VerifyDocument,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), OpenError> {
+    match PackedModel::thin(pack, model, Io::Map, &Limits::default()) {
+        Ok(model) => {
+            document.model = model.bound_to().map(|path| path.display().to_string());
+            model.check_bound(progress).iter().for_each(|wrong| document.find(wrong.to_string()));
+        }
+        // Nothing is wrong with a pack whose model is elsewhere; the document says that it was not looked at.
+        Err(OpenError::Thin { wanted }) if model.is_none() => document.unchecked = Some(wanted),
+        Err(OpenError::Model { path, error }) if matches!(*error, OpenError::OtherTensor { .. }) => {
+            document.model = Some(path.display().to_string());
+            document.find(error.to_string());
+        }
+        Err(error) => return Err(error),
+    }
+    Ok(())
 }

@@ -13,6 +13,7 @@ use crate::calibrate::{
 use crate::error::{AtFile, Error};
 use crate::executor::cpu::{CpuExecutor, KernelMode};
 use crate::model::{Model, Outline};
+use crate::pack::Pack;
 use crate::progress::{Progress, Unit};
 use crate::source;
 use crate::tensor::TensorSource;
@@ -33,7 +34,8 @@ const KERNEL: &str = "fast";
 /// Where statistics come from.
 #[derive(Clone, Debug, Default)]
 pub enum StatisticsFrom {
-    /// A document beside the model or the output if its fingerprint fits, else a pass over the built-in text.
+    /// A document beside the model or the output if its fingerprint fits, else that of a pack, else a pass over the
+    /// built-in text.
     #[default]
     Found,
     /// A document.
@@ -64,6 +66,8 @@ pub struct Subject<'a> {
     pub source: &'a Arc<dyn TensorSource>,
     /// What is known of it.
     pub outline: &'a Outline,
+    /// The pack, if it is one: it may hold statistics.
+    pub pack: Option<&'a Pack>,
 }
 
 /// Where the document of a model lies: beside it, with the ending `.routing.json`.
@@ -91,15 +95,15 @@ pub fn find(
         StatisticsFrom::Imatrix(path) => known(imatrix(subject, path)?, path),
         StatisticsFrom::Found => {
             let path = beside(subject.path);
-            if !path.exists() {
-                return Ok(None);
-            }
-            match read(subject, &path, accept_foreign) {
-                Ok(statistics) => known(statistics, &path),
-                Err(error) => {
-                    progress.note(&format!("note: not used: {error}"));
-                    Ok(None)
+            if path.exists() {
+                match read(subject, &path, accept_foreign) {
+                    Ok(statistics) => return known(statistics, &path),
+                    Err(error) => progress.note(&format!("note: not used: {error}")),
                 }
+            }
+            match subject.pack.and_then(Pack::statistics) {
+                Some(json) => known(parse(subject, json, subject.path, accept_foreign)?, subject.path),
+                None => Ok(None),
             }
         }
     }
@@ -232,7 +236,11 @@ fn spread_ids(n_vocab: usize) -> Vec<Vec<u32>> {
 }
 
 fn read(subject: Subject<'_>, path: &Path, accept_foreign: bool) -> Result<Statistics, Error> {
-    let statistics = Statistics::from_json(&fs::read(path).at(path)?).at(path)?;
+    parse(subject, &fs::read(path).at(path)?, path, accept_foreign)
+}
+
+fn parse(subject: Subject<'_>, json: &[u8], path: &Path, accept_foreign: bool) -> Result<Statistics, Error> {
+    let statistics = Statistics::from_json(json).at(path)?;
     match statistics.check_model(&layers(subject.outline), Some(subject.outline.fingerprint())) {
         Err(StatisticsError::Foreign { .. }) if accept_foreign => {}
         checked => checked.at(path)?,

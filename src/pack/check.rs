@@ -124,9 +124,9 @@ fn documents(claims: &mut Claims<'_>) -> Result<(), PackError> {
     Ok(())
 }
 
-/// Headers of all files or of none; tensors inside their file and apart; the residue as long as the gaps.
+/// A name and a header each; tensors inside their file and apart; the residue, of fat packs alone, as long as the gaps.
 fn files(claims: &mut Claims<'_>) -> Result<(), PackError> {
-    let fat = claims.index.files.iter().any(|file| file.header.is_some());
+    let fat = claims.index.tensors.iter().any(|tensor| tensor.section.is_some());
     let mut inside: BTreeMap<u32, Vec<(u64, u64)>> = BTreeMap::new();
     for tensor in &claims.index.tensors {
         let place = (tensor.offset, tensor.source_len().unwrap_or(u64::MAX));
@@ -142,18 +142,13 @@ fn files(claims: &mut Claims<'_>) -> Result<(), PackError> {
         if !names.insert(&file.name) {
             return Err(PackError::value(item, "name", file.name.escape_debug(), "a name of its own"));
         }
-        if file.header.is_some() != fat || (file.residue.is_some() && !fat) {
-            return Err(PackError::value(
-                item,
-                "header",
-                "there for some files only",
-                "there for all or none",
-            ));
+        if file.residue.is_some() && !fat {
+            return Err(PackError::value(item, "residue", "there without tensors", "none in a thin pack"));
         }
-        let header = file.header.map(|section| claims.take(section, Kind::Header, &item)).transpose()?;
+        let header = claims.take(file.header, Kind::Header, &item)?;
         let residue = file.residue.map(|section| claims.take(section, Kind::Residue, &item)).transpose()?;
         let places = inside.remove(&number).unwrap_or_default().into_iter();
-        let gaps = gaps(header.map_or(0, |section| section.len), places, file.len).ok_or_else(|| {
+        let gaps = gaps(header.len, places, file.len).ok_or_else(|| {
             PackError::value(&item, "tensors", "overlapping or outside", "apart and inside the file")
         })?;
         let len = gaps.iter().fold(0u64, |len, gap| len.saturating_add(gap.end.saturating_sub(gap.start)));
@@ -166,7 +161,7 @@ fn files(claims: &mut Claims<'_>) -> Result<(), PackError> {
 
 /// Known types, whole blocks, as many bytes as the shape needs, the digests of the rows that are stored.
 fn tensors(claims: &mut Claims<'_>) -> Result<(), PackError> {
-    let fat = claims.index.files.iter().any(|file| file.header.is_some());
+    let fat = claims.index.tensors.iter().any(|tensor| tensor.section.is_some());
     let mut file = 0;
     for tensor in &claims.index.tensors {
         let item = tensor.label();

@@ -137,12 +137,14 @@ pub enum PackError {
         path: PathBuf,
     },
     /// The file system, a quota or a limit has no room for the whole pack.
-    #[error("no space: needs {needed} ({} bytes), free {free} ({} bytes)", .needed.0, .free.0)]
+    #[error("no space: needs {needed} ({} bytes), free {free} ({} bytes){}", .needed.0, .free.0, or_thin(*.thin))]
     NoSpace {
         /// The pack's exact length.
         needed: Bytes,
         /// What is free.
         free: Bytes,
+        /// Length of a thin pack of the same plan, where that would fit.
+        thin: Option<Bytes>,
     },
     /// Pushed bytes that do not fit what was announced: a bug of the caller.
     #[error("{section}: got {found} bytes, announced were {expected}")]
@@ -193,9 +195,10 @@ impl PackError {
             PackError::Version { .. } | PackError::Feature { .. } => Some("update orkpack"),
             PackError::Exists { .. } => Some("name another output with -o, or replace it with --force"),
             PackError::Busy { .. } => Some("wait until it ends, or name another output with -o"),
-            PackError::NoSpace { .. } => {
-                Some("free some space, write elsewhere with -o, or leave the source tensors out with --thin")
+            PackError::NoSpace { thin: Some(_), .. } => {
+                Some("leave the source tensors out with --thin, free some space, or write elsewhere with -o")
             }
+            PackError::NoSpace { thin: None, .. } => Some("free some space, or write elsewhere with -o"),
             PackError::Value { .. } | PackError::Index { .. } => {
                 Some("its digests are right, so it was written like this; convert the GGUF again")
             }
@@ -217,6 +220,12 @@ impl PackError {
             expected: expected.to_string(),
         }
     }
+}
+
+/// What else would fit.
+fn or_thin(thin: Option<Bytes>) -> String {
+    thin.map(|thin| format!("; a thin pack needs {thin} ({} bytes) and would fit", thin.0))
+        .unwrap_or_default()
 }
 
 /// `, expert 3` for a part of a stack.

@@ -15,21 +15,26 @@ use super::layout::gaps;
 use super::{Pack, entry, slice, wide};
 
 impl Pack {
-    /// Writes file number `file` of the model as it was before conversion.
+    /// Writes file number `file` of the model as it was before conversion. Every section is checked before its bytes
+    /// go out.
     ///
     /// # Errors
     ///
-    /// What `out` says; `NotFound` when there is no such file or the pack is thin.
+    /// What `out` says; `NotFound` when there is no such file or the pack is thin; a [`PackError`] inside when a
+    /// section is damaged.
     pub fn write_gguf(&self, file: u32, out: &mut dyn Write) -> io::Result<()> {
         let missing =
             || io::Error::new(io::ErrorKind::NotFound, "the pack does not hold this file's tensors");
-        let header = self.gguf_header(file).ok_or_else(missing)?;
-        let len = entry(self.files(), file).ok_or_else(missing)?.len;
+        let source = entry(self.files(), file).filter(|_| self.is_fat()).ok_or_else(missing)?;
+        let (len, header) = (source.len, self.gguf_header(file).ok_or_else(missing)?);
+        let check = |section| self.check_section(section).map_err(io::Error::other);
+        [Some(source.header), source.residue].into_iter().flatten().try_for_each(check)?;
         let mut pieces = Vec::new();
         for tensor in self.tensors().iter().filter(|tensor| tensor.file == file) {
-            pieces.push((tensor.offset, Piece::Stored(self.tensor_bytes(tensor).ok_or_else(missing)?)));
+            let bytes = self.tensor_bytes(tensor).ok_or_else(missing)?;
+            pieces.push((tensor.offset, Piece::Stored(bytes), tensor.section));
         }
-        let places = pieces.iter().map(|(offset, piece)| (*offset, piece.len())).collect::<Vec<_>>();
+        let places = pieces.iter().map(|(offset, piece, _)| (*offset, piece.len())).collect::<Vec<_>>();
         let mut residue = self.residue(file);
         for gap in gaps(wide(header.len()), places.into_iter(), len).ok_or_else(missing)? {
             let gap_len = gap.end.saturating_sub(gap.start);
@@ -40,11 +45,14 @@ impl Pack {
                     Piece::Stored(slice(bytes, 0, gap_len).ok_or_else(missing)?)
                 }
             };
-            pieces.push((gap.start, piece));
+            pieces.push((gap.start, piece, None));
         }
-        pieces.sort_by_key(|(offset, piece)| (*offset, piece.len()));
+        pieces.sort_by_key(|(offset, piece, _)| (*offset, piece.len()));
         out.write_all(header)?;
-        pieces.iter().try_for_each(|(_, piece)| piece.write(out))
+        pieces.iter().try_for_each(|(_, piece, section)| {
+            section.map_or(Ok(()), check)?;
+            piece.write(out)
+        })
     }
 }
 

@@ -203,7 +203,7 @@ pub struct Contents<'a> {
     pub files: Vec<FileContents<'a>>,
     /// The model's tensors in order of the files and their directories, each with its place in the GGUF.
     pub tensors: &'a [TensorInfo],
-    /// Leaves the files and tensors out and keeps the tensors' digests.
+    /// Leaves the tensors and what lies between them out; keeps the headers and the tensors' digests.
     pub thin: bool,
     /// The device profile, JSON.
     pub profile: &'a [u8],
@@ -370,13 +370,10 @@ impl Contents<'_> {
     fn lay_files(&self, index: &mut Index) {
         for (number, file) in self.files.iter().enumerate() {
             let name = format!("file {number}");
-            let (mut header, mut residue) = (None, None);
-            if !self.thin {
-                header = Some(add(index, Kind::Header, &name, LayoutId::Plain, file.header.len()));
-                if !file.residue.is_empty() {
-                    residue = Some(add(index, Kind::Residue, &name, LayoutId::Plain, file.residue.len()));
-                }
-            }
+            let header = add(index, Kind::Header, &name, LayoutId::Plain, file.header.len());
+            let keeps = !self.thin && !file.residue.is_empty();
+            let residue =
+                keeps.then(|| add(index, Kind::Residue, &name, LayoutId::Plain, file.residue.len()));
             index.files.push(SourceFile { name: file.name.clone(), len: file.len, header, residue });
         }
     }

@@ -89,8 +89,8 @@ pub struct SourceFile {
     pub name: String,
     /// Its length in bytes.
     pub len: u64,
-    /// Section with its first bytes, up to the tensor data. A thin pack has none.
-    pub header: Option<u32>,
+    /// Section with its first bytes, up to the tensor data.
+    pub header: u32,
     /// Section with its bytes that are neither header nor tensor, one after the other; none: all are zero.
     pub residue: Option<u32>,
 }

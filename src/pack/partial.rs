@@ -57,12 +57,16 @@ impl Partial {
         Ok(Partial { file, path, target: target.to_owned(), existing, committed: false })
     }
 
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
     fn free(&self) -> u64 {
         rustix::fs::fstatvfs(&self.file).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
     }
 
     fn no_space(&self, needed: u64, free: u64) -> PackError {
-        PackError::NoSpace { needed: Bytes(needed), free: Bytes(free) }
+        PackError::NoSpace { needed: Bytes(needed), free: Bytes(free), thin: None }
     }
 
     fn rename(&self) -> rustix::io::Result<()> {

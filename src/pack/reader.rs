@@ -101,7 +101,7 @@ impl Pack {
 
     /// Whether it holds the model's tensors (else it is thin and needs the GGUF).
     pub fn is_fat(&self) -> bool {
-        self.index.files.iter().any(|file| file.header.is_some())
+        self.index.tensors.iter().any(|tensor| tensor.section.is_some())
     }
 
     /// The sections, in order of the file.
@@ -153,9 +153,9 @@ impl Pack {
         &self.index.files
     }
 
-    /// The first bytes of a GGUF file of the model, up to its tensor data; `None` in a thin pack.
+    /// The first bytes of a GGUF file of the model, up to its tensor data.
     pub fn gguf_header(&self, file: u32) -> Option<&[u8]> {
-        entry(&self.index.files, file)?.header.map(|section| self.numbered(section))
+        entry(&self.index.files, file).map(|file| self.numbered(file.header))
     }
 
     /// The bytes of a GGUF file that are neither header nor tensor, unless all are zero.

@@ -108,10 +108,10 @@ impl<S: Sink> Writer<S> {
     fn begin(mut sink: S, layout: Layout, contents: &Contents<'_>) -> Result<Self, PackError> {
         sink.reserve(layout.file_len)?;
         let mut writer = Writer { sink, layout, next_tensor: 0, next_chunk: 0 };
-        let files: Vec<(Option<u32>, Option<u32>)> =
+        let files: Vec<(u32, Option<u32>)> =
             writer.layout.index.files.iter().map(|file| (file.header, file.residue)).collect();
         for ((header, residue), file) in files.into_iter().zip(&contents.files) {
-            header.map(|section| writer.store(section, file.header)).transpose()?;
+            writer.store(header, file.header)?;
             residue.map(|section| writer.store(section, &file.residue)).transpose()?;
         }
         for (number, kind) in writer.kinds() {
@@ -221,6 +221,37 @@ impl<S: Sink> Writer<S> {
         let parts = section_parts(&section, bytes).ok_or_else(wrong)?;
         let digests: Result<Vec<Digest>, PackError> = parts.map(|part| self.write_hashed(part)).collect();
         self.section(number)?.digests = digests?;
+        Ok(())
+    }
+
+    pub(super) fn sink(&self) -> &S {
+        &self.sink
+    }
+
+    /// Whether a section of another pack is the next tensor, in as many parts.
+    pub(super) fn is_next(&self, other: &Section) -> bool {
+        self.layout.index.tensors.get(self.next_tensor).is_some_and(|tensor| {
+            let same = (Some(other.len), other.digests.len()) == (tensor.source_len(), tensor.digests.len());
+            same && other.name == tensor.name
+        })
+    }
+
+    /// Where the next tensor goes; `None` in a thin pack.
+    pub(super) fn next_section(&self) -> Option<&Section> {
+        let tensor = self.layout.index.tensors.get(self.next_tensor)?;
+        self.layout.index.sections.get(tensor.section? as usize)
+    }
+
+    /// Takes the next tensor as written, with these digests.
+    pub(super) fn skip_tensor(&mut self, digests: Vec<Digest>) -> Result<(), PackError> {
+        let section = self.layout.index.tensors.get(self.next_tensor).and_then(|tensor| tensor.section);
+        if let Some(number) = section {
+            self.section(number)?.digests.clone_from(&digests);
+        }
+        if let Some(tensor) = self.layout.index.tensors.get_mut(self.next_tensor) {
+            tensor.digests = digests;
+        }
+        self.next_tensor += 1;
         Ok(())
     }
 

@@ -1,10 +1,11 @@
 //! The result of `orkpack convert`.
 
 use std::fmt::Write;
+use std::path::Path;
 
 use serde::Serialize;
 
-use crate::convert::{Outcome, Prepared};
+use crate::convert::{Outcome, Prepared, Sizes};
 use crate::units::Bytes;
 
 /// A finished conversion as JSON (schema: `formats/convert.schema.json`).
@@ -18,6 +19,10 @@ pub struct ConvertDocument {
     pub written: bool,
     /// Its exact length in bytes.
     pub file_bytes: u64,
+    /// Its length with the source tensors; `null` where these cannot all be given back.
+    pub fat_bytes: Option<u64>,
+    /// Its length without them.
+    pub thin_bytes: u64,
     /// Its digest; `null` after `--dry-run`.
     pub root: Option<String>,
     /// Expert matrices with an int8 copy.
@@ -40,7 +45,7 @@ pub struct ConvertDocument {
 
 impl ConvertDocument {
     /// What a dry run knows.
-    pub fn dry(prepared: &Prepared, output: &std::path::Path, file_bytes: u64) -> ConvertDocument {
+    pub fn dry(prepared: &Prepared, output: &Path, file_bytes: u64, sizes: Sizes) -> ConvertDocument {
         let plan = &prepared.plan;
         let found = prepared.statistics.as_ref().and_then(|found| found.file.as_ref());
         ConvertDocument {
@@ -48,6 +53,8 @@ impl ConvertDocument {
             output: output.display().to_string(),
             written: false,
             file_bytes,
+            fat_bytes: sizes.fat.map(|size| size.0),
+            thin_bytes: sizes.thin.0,
             root: None,
             hot_matrices: plan.matrices().count() as u64,
             npu_bytes: plan.footprint.weight_bytes,
@@ -61,14 +68,14 @@ impl ConvertDocument {
     }
 
     /// What a finished conversion knows.
-    pub fn written(prepared: &Prepared, outcome: &Outcome) -> ConvertDocument {
+    pub fn written(prepared: &Prepared, outcome: &Outcome, sizes: Sizes) -> ConvertDocument {
         ConvertDocument {
             written: true,
             root: Some(outcome.root.to_string()),
             mean_error: outcome.worst_error.map(|_| outcome.mean_error),
             worst_error: outcome.worst_error.map(|(_, error)| error),
             clamped: outcome.n_clamped,
-            ..ConvertDocument::dry(prepared, &outcome.output, outcome.file_len.0)
+            ..ConvertDocument::dry(prepared, &outcome.output, outcome.file_len.0, sizes)
         }
     }
 
@@ -79,7 +86,12 @@ impl ConvertDocument {
         // Writing to a string cannot fail.
         let _ = match &self.root {
             None => {
-                writeln!(text, "{output}: would be {} bytes ({size}); nothing was written", self.file_bytes)
+                let sizes = [("fat", self.fat_bytes), ("thin", Some(self.thin_bytes))];
+                let size = |(kind, bytes): (&str, Option<u64>)| {
+                    Some(format!("{} bytes ({}) {kind}", bytes?, Bytes(bytes?)))
+                };
+                let sizes: Vec<String> = sizes.into_iter().filter_map(size).collect();
+                writeln!(text, "{output}: would be {}; nothing was written", sizes.join(", "))
             }
             Some(root) => writeln!(text, "{output}: {} bytes ({size})\n  root {root}", self.file_bytes),
         };

@@ -29,6 +29,10 @@ pub struct VerifyDocument {
     pub sections: u64,
     /// Sections whose bytes were read.
     pub sections_checked: u64,
+    /// The GGUF whose tensors were held to a thin pack's digests.
+    pub model: Option<String>,
+    /// The name of the GGUF that a thin pack is bound to, when it was not found.
+    pub unchecked: Option<String>,
     /// What is wrong, a line each.
     pub findings: Vec<String>,
 }
@@ -46,6 +50,8 @@ impl VerifyDocument {
             checked_bytes: report.bytes_checked(),
             sections: report.sections.len() as u64,
             sections_checked: report.n_checked() as u64,
+            model: None,
+            unchecked: None,
             findings: report.findings().map(|finding| finding.to_string()).collect(),
         }
     }
@@ -62,8 +68,16 @@ impl VerifyDocument {
             checked_bytes: 0,
             sections: 0,
             sections_checked: 0,
+            model: None,
+            unchecked: None,
             findings: vec![problem],
         }
+    }
+
+    /// Adds something that is wrong.
+    pub fn find(&mut self, problem: String) {
+        self.ok = false;
+        self.findings.push(problem);
     }
 }
 
@@ -94,6 +108,16 @@ pub fn verification(document: &VerifyDocument) -> String {
             super::counted(document.findings.len() as u64, "finding", "findings")
         )
     };
+    if let Some(model) = &document.model {
+        let _ = writeln!(text, "  thin: the tensors of {} were held to its digests", super::escape(model));
+    }
+    if let Some(wanted) = &document.unchecked {
+        let _ = writeln!(
+            text,
+            "  thin: the tensors were not checked, {} is not beside it (name it with --model)",
+            super::escape(wanted)
+        );
+    }
     for finding in &document.findings {
         let _ = writeln!(text, "  {}", super::escape(finding));
     }

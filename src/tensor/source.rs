@@ -72,6 +72,20 @@ pub enum SourceError {
         /// Bytes wanted.
         len: u64,
     },
+    /// A tensor that is not the one a thin pack was made from.
+    #[error(
+        "tensor `{}`{} is not the one that the pack was made from",
+        .tensor.escape_debug(), .part.map(|part| format!(", expert {part},")).unwrap_or_default()
+    )]
+    Differs {
+        /// Its name.
+        tensor: String,
+        /// Which of its stacked matrices, where there are several.
+        part: Option<u64>,
+    },
+    /// A model whose tensors are elsewhere.
+    #[error("the pack is thin: its tensors are not here")]
+    Absent,
     /// The system could not read.
     #[error("cannot read the model: {0}")]
     Io(#[from] std::io::Error),

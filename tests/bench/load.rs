@@ -83,6 +83,7 @@ fn pack(folder: &Path) -> std::path::PathBuf {
             accept_foreign: false,
         },
         plan: None,
+        thin: false,
         allow_nonfinite: false,
         n_threads: 2,
         keep_statistics: false,

@@ -58,6 +58,7 @@ pub fn request(model: &Path, choice: Choice) -> Request {
         existing: Existing::Keep,
         choice,
         plan: None,
+        thin: false,
         allow_nonfinite: false,
         n_threads: 2,
         keep_statistics: true,
