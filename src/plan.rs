@@ -4,6 +4,7 @@
 //! worth keeping on the NPU, at least for decoding, and then the plan says so with both predicted times. Equations,
 //! constants and the decision rule: docs/planning.md.
 
+mod capacity;
 mod check;
 pub mod cost;
 mod document;
@@ -18,6 +19,7 @@ use std::rc::Rc;
 
 use thiserror::Error;
 
+pub use capacity::{Capacity, Fit, capacity};
 pub use document::{
     Advice, Basis, Chunk, Cut, DomainFootprint, Footprint, Forecast, HitRate, HitRates, Holds, Item,
     LayerPlan, MatrixPlan, MemoryAccount, Note, Objective, Placed, Plan, ProfileId, Range, Regime, Verdict,

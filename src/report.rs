@@ -14,7 +14,7 @@ use serde::Serialize;
 
 pub use conversion::ConvertDocument;
 pub use exporting::{ExportDocument, ExportedPart};
-pub use inspection::{InspectDocument, inspection};
+pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
 pub use planning::{plan, routing};
 pub use running::{ComparisonPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, run};
 pub use verification::{VerifyDocument, verification};

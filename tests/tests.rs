@@ -16,6 +16,7 @@ mod families;
 mod formats;
 mod gguf;
 mod hostile;
+mod inspect;
 mod kernel;
 mod layers;
 mod model;

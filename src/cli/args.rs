@@ -45,7 +45,7 @@ pub enum Command {
     /// Without PACK: every *.orkpack of the current folder. Checks every byte, goes on past a mismatch, names what is
     /// broken, and prints the root digest, one number that stands for the whole content.
     Verify(VerifyArgs),
-    /// Show what is in a GGUF or a pack
+    /// Show what is in a GGUF, a pack or a folder of them
     Inspect(InspectArgs),
     /// Give back the GGUF that a pack was made from
     ///
@@ -241,7 +241,7 @@ pub struct VerifyArgs {
 /// Arguments of `orkpack inspect`.
 #[derive(Clone, Debug, Args)]
 pub struct InspectArgs {
-    /// A GGUF or a pack; default: the one model of this folder
+    /// A GGUF, any shard of one, a pack, or a folder, which gives a line for each; default: the one model of this folder
     pub model: Option<PathBuf>,
     /// List every tensor
     #[arg(long)]
