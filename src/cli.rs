@@ -4,6 +4,7 @@
 //! turns its words into one call and the result into text or JSON.
 
 mod args;
+mod board;
 mod calibrate;
 mod convert;
 mod demo;

@@ -84,6 +84,17 @@ pub struct Options {
     pub strict: bool,
     /// The model with the tensors of a thin pack; `None`: the one beside it.
     pub model: Option<PathBuf>,
+    /// The device that is here; `None`: the one that the pack is for.
+    pub here: Option<Here>,
+}
+
+/// The device that is here, by the name of its profile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Here {
+    /// The name, as in `rk3588`.
+    pub device: String,
+    /// Whether somebody named it, who then wants no other.
+    pub is_named: bool,
 }
 
 /// An open model, ready to be run.
@@ -213,9 +224,17 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// As [`Runtime::engine_on`]; also, under strict rules, when there is no NPU.
+    /// As [`Runtime::engine_on`]; also, under strict rules, when there is no NPU, and when the pack is for another device
+    /// than the one that is here and nothing may fall back.
     pub fn engine(&self) -> Result<Engine, Error> {
         let Some(profile) = &self.profile else { return self.reference() };
+        if let Some(here) = self.options.here.as_ref().filter(|here| here.device != profile.name) {
+            let line = format!("the pack is for {}, this is {}", profile.name, here.device);
+            return match self.options.strict || here.is_named {
+                true => Err(Error::usage(line).or_at(&self.path)),
+                false => Ok(Engine::Source(Box::new(self.cpu()?), Some(line))),
+            };
+        }
         match self.options.device {
             DeviceChoice::Auto if self.options.strict => {
                 Err(Error::usage("there is no NPU here, and --strict allows no other").or_at(&self.path))

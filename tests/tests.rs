@@ -10,6 +10,7 @@ mod deepseek2;
 mod delta_net;
 mod demo;
 mod device;
+mod elsewhere;
 mod every_family;
 mod export;
 mod families;

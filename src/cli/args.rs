@@ -369,6 +369,9 @@ pub struct OrkRun {
     /// Where hot experts are computed
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceArg,
+    /// The device that is here, a built-in name or a JSON file: a pack for another is refused
+    #[arg(long, value_name = "NAME|FILE")]
+    pub profile: Option<String>,
     /// Rows of a prompt that are computed together
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub batch: u32,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::args::{DeviceArg, IoArg, KernelArg, OrkRun, VerifyArg};
 use super::output::{Output, say};
-use super::{Done, Stop, terminal};
+use super::{Done, Stop, board, terminal};
 use crate::bytes::Io;
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{AtFile, Error, Failure};
@@ -23,7 +23,7 @@ use crate::tokenizer::{Detokenizer, Special, Tokenizer};
 const DEFAULT_CONTEXT: usize = 4096;
 
 pub fn run(arguments: OrkRun, interrupted: Arc<AtomicBool>) -> Done {
-    let runtime = Runtime::open(&arguments.file, options(&arguments))?;
+    let runtime = Runtime::open(&arguments.file, options(&arguments)?)?;
     if arguments.prefault {
         runtime.prefault();
     }
@@ -62,8 +62,8 @@ pub fn run(arguments: OrkRun, interrupted: Arc<AtomicBool>) -> Done {
     }
 }
 
-fn options(arguments: &OrkRun) -> Options {
-    Options {
+fn options(arguments: &OrkRun) -> Result<Options, Error> {
+    Ok(Options {
         device: match arguments.device {
             DeviceArg::Auto => DeviceChoice::Auto,
             DeviceArg::Cpu => DeviceChoice::Cpu,
@@ -85,7 +85,8 @@ fn options(arguments: &OrkRun) -> Options {
         },
         strict: arguments.strict,
         model: arguments.model.clone(),
-    }
+        here: board::here(arguments.profile.as_deref())?,
+    })
 }
 
 /// Which numbers the run is about to compute, in one line.
