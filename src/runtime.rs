@@ -38,7 +38,7 @@ pub use counters::{Calls, Counters};
 pub use hot::{HotTable, Share};
 pub use load::Loaded;
 pub use partition::Partition;
-pub use session::{Session, Speed};
+pub use session::{Reading, Session, Speed};
 
 use modelled::Modelled;
 use worker::Worker;

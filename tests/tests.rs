@@ -5,6 +5,7 @@ mod calibrate;
 mod carried;
 mod chat;
 mod cli;
+mod conversation;
 mod convert;
 mod deepseek2;
 mod delta_net;

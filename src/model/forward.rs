@@ -5,6 +5,7 @@
 //! pass cannot do; it knows families by no name.
 
 mod attention;
+mod checkpoint;
 mod delta_net;
 mod dense;
 mod latent;
@@ -22,6 +23,7 @@ use super::Model;
 use super::parts::{Ffn, Layer, Mixer, Rope, Routed};
 use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
+use checkpoint::Checkpoints;
 use memory::Memory;
 use rope::Angles;
 use rows::{add_scaled, add_to_each, rms_norm, view};
@@ -33,13 +35,14 @@ pub struct State {
     n_ctx: usize,
     position: usize,
     memories: Vec<Memory>,
+    checkpoints: Checkpoints,
 }
 
 impl State {
     /// An empty sequence that may grow to `n_ctx` positions. Memory is taken as positions come.
     pub fn new(model: &Model, n_ctx: usize) -> State {
         let memories = model.layers.iter().map(|layer| Memory::new(&layer.mixer)).collect();
-        State { n_ctx, position: 0, memories }
+        State { n_ctx, position: 0, memories, checkpoints: Checkpoints::default() }
     }
 
     /// Number of positions so far: the position of the next token.
@@ -52,9 +55,27 @@ impl State {
         self.n_ctx
     }
 
+    /// Makes the present position one to go back to. Only the last few are kept.
+    ///
+    /// Without it a model whose layers all keep every position goes back to any, another one to none but the start.
+    pub fn checkpoint(&mut self) {
+        self.checkpoints.keep(self.position, &self.memories);
+    }
+
+    /// Forgets what came after `position`, and what was before it as far as it cannot be had without: gives the
+    /// position to go on from, at or before `position`. What is run from there gives the bits of a sequence that
+    /// never went further.
+    pub fn back_to(&mut self, position: usize) -> usize {
+        if position < self.position {
+            self.position = self.checkpoints.go_back(position, &mut self.memories);
+        }
+        self.position
+    }
+
     /// Forgets everything, keeping the memory that was taken.
     pub fn clear(&mut self) {
         self.position = 0;
+        self.checkpoints.clear();
         self.memories.iter_mut().for_each(Memory::clear);
     }
 }

@@ -1,11 +1,13 @@
 //! One sequence of tokens: a prompt, then a token at a time, timed and counted.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{Engine, Regime, Runtime};
-use crate::error::{AtFile, Error};
+use crate::error::{AtFile, Error, Failure};
 use crate::model::evaluate::{self, Comparison, Perplexity};
-use crate::model::{State, Wanted, forward};
+use crate::model::{ForwardError, State, Wanted, forward};
 use crate::progress::{Progress, Unit};
 
 /// Rows of a compared prompt whose logits are held at one time.
@@ -38,11 +40,23 @@ fn per_second(tokens: u64, seconds: f64) -> f64 {
     if tokens == 0 || seconds <= 0.0 { 0.0 } else { tokens as f64 / seconds }
 }
 
+/// What reading a conversation took. Counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reading {
+    /// Tokens that the sequence began with already.
+    pub reused: usize,
+    /// Tokens that went through the model.
+    pub computed: usize,
+}
+
 /// A sequence on an engine.
 pub struct Session<'r> {
     runtime: &'r Runtime,
     engine: Engine,
     state: State,
+    /// The tokens that the state has seen.
+    seen: Vec<u32>,
+    interrupted: Arc<AtomicBool>,
     micro_batch: usize,
     logits: Vec<f32>,
     prefill: Speed,
@@ -57,11 +71,18 @@ impl<'r> Session<'r> {
             runtime,
             engine,
             state,
+            seen: Vec::new(),
+            interrupted: Arc::default(),
             micro_batch: micro_batch.max(1),
             logits: Vec::new(),
             prefill: Speed::default(),
             decode: Speed::default(),
         }
+    }
+
+    /// Stops reading a prompt when somebody sets `interrupted`.
+    pub fn watch(&mut self, interrupted: Arc<AtomicBool>) {
+        self.interrupted = interrupted;
     }
 
     /// Reads a prompt after what is there, and gives the logits `[n_vocab]` after its last token.
@@ -70,23 +91,62 @@ impl<'r> Session<'r> {
     ///
     /// [`Error`] when the prompt is empty or does not fit, or a product fails.
     pub fn prompt(&mut self, tokens: &[u32]) -> Result<&[f32], Error> {
+        self.fits(self.position(), tokens.len())?;
+        self.engine.begin(Regime::Prompt(tokens.len()));
         self.read(tokens, Wanted::Last)?;
         Ok(&self.logits)
     }
 
+    /// Reads a whole conversation in place of what is there; what the two begin with in common is not computed again.
+    ///
+    /// Of `tokens` a later conversation will have the first `border` again, but the next perhaps not: thoughts are
+    /// left out. So the border is made a position to go back to. [`Session::logits`] are then those after the last
+    /// token.
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::prompt`]; an interruption leaves what was read so far.
+    pub fn turn(&mut self, tokens: &[u32], border: usize) -> Result<Reading, Error> {
+        self.fits(0, tokens.len())?;
+        let common = self.seen.iter().zip(tokens).take_while(|(seen, token)| seen == token).count();
+        // The last token is run in any case: its logits are wanted.
+        let reused = self.state.back_to(common.min(tokens.len().saturating_sub(1)));
+        self.seen.truncate(reused);
+        let (before, after) = tokens[reused..].split_at(border.clamp(reused, tokens.len()) - reused);
+        self.engine.begin(Regime::Prompt(before.len() + after.len()));
+        if !before.is_empty() {
+            self.read(before, if after.is_empty() { Wanted::Last } else { Wanted::None })?;
+            self.state.checkpoint();
+        }
+        if !after.is_empty() || before.is_empty() {
+            self.read(after, Wanted::Last)?;
+        }
+        Ok(Reading { reused, computed: before.len() + after.len() })
+    }
+
+    fn fits(&self, position: usize, n_tokens: usize) -> Result<(), Error> {
+        let n_ctx = self.n_ctx();
+        if n_tokens <= n_ctx.saturating_sub(position) {
+            return Ok(());
+        }
+        Err(ForwardError::ContextFull { position, n_tokens, n_ctx }).at(self.runtime.path())
+    }
+
     fn read(&mut self, tokens: &[u32], wanted: Wanted) -> Result<(), Error> {
-        let began = Instant::now();
-        self.engine.begin(Regime::Prompt(tokens.len()));
         let n_batches = tokens.len().div_ceil(self.micro_batch).max(1);
         for batch in 0..n_batches {
+            if self.interrupted.load(Ordering::Relaxed) {
+                return Err(Failure::Interrupted.into());
+            }
+            let began = Instant::now();
             let first = batch * self.micro_batch;
             let rows = &tokens[first..tokens.len().min(first + self.micro_batch)];
             let wanted = if batch + 1 == n_batches { wanted.clone() } else { Wanted::None };
             self.forward(rows, wanted)?;
             self.prefill.modelled_seconds += self.engine.take_modelled_seconds(rows.len()).unwrap_or(0.0);
+            self.prefill.tokens += rows.len() as u64;
+            self.prefill.time += began.elapsed();
         }
-        self.prefill.tokens += tokens.len() as u64;
-        self.prefill.time += began.elapsed();
         Ok(())
     }
 
@@ -160,7 +220,9 @@ impl<'r> Session<'r> {
     fn forward(&mut self, tokens: &[u32], wanted: Wanted) -> Result<(), Error> {
         let model = self.runtime.model();
         forward(model, self.engine.executor(), &mut self.state, tokens, wanted, &mut self.logits)
-            .at(self.runtime.path())
+            .at(self.runtime.path())?;
+        self.seen.extend_from_slice(tokens);
+        Ok(())
     }
 
     /// The logits of the last call.
@@ -176,6 +238,12 @@ impl<'r> Session<'r> {
     /// Forgets the sequence; counters stay.
     pub fn clear(&mut self) {
         self.state.clear();
+        self.seen.clear();
+    }
+
+    /// The tokens that it has seen.
+    pub fn seen(&self) -> &[u32] {
+        &self.seen
     }
 
     /// Tokens so far.

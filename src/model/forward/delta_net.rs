@@ -45,6 +45,18 @@ impl NetMemory {
         std::mem::swap(&mut self.past, &mut self.next);
     }
 
+    /// The tail, then the states.
+    pub fn copied(&self) -> Vec<f32> {
+        [self.past.tail.as_slice(), &self.past.states].concat()
+    }
+
+    /// Takes a copy back.
+    pub fn restore(&mut self, copy: &[f32]) {
+        let (tail, states) = copy.split_at(self.past.tail.len());
+        self.past.tail.copy_from_slice(tail);
+        self.past.states.copy_from_slice(states);
+    }
+
     pub fn clear(&mut self) {
         self.past.tail.fill(0.0);
         self.past.states.fill(0.0);

@@ -42,6 +42,29 @@ impl Memory {
         }
     }
 
+    /// Whether it goes back by being cut, as the next call does with a cache.
+    pub fn holds_every_position(&self) -> bool {
+        matches!(self, Memory::Keys(_))
+    }
+
+    /// A copy of what it cannot cut.
+    pub fn copied(&self) -> Vec<f32> {
+        match self {
+            Memory::Keys(_) => Vec::new(),
+            Memory::Tail(tail) => tail.past.clone(),
+            Memory::Net(memory) => memory.copied(),
+        }
+    }
+
+    /// Takes a copy back.
+    pub fn restore(&mut self, copy: &[f32]) {
+        match self {
+            Memory::Keys(_) => {}
+            Memory::Tail(tail) => tail.past.copy_from_slice(copy),
+            Memory::Net(memory) => memory.restore(copy),
+        }
+    }
+
     /// Forgets all positions.
     pub fn clear(&mut self) {
         match self {
