@@ -596,12 +596,14 @@ fn memory(request: &PlanRequest<'_>, footprint: &Footprint) -> MemoryAccount {
         shape.moe_layers.iter().flat_map(|moe| &moe.experts).flatten().map(|matrix| matrix.bytes).sum();
     let source_bytes = experts + shape.dense_bytes;
     let kv_bytes = shape.kv_bytes_per_token.saturating_mul(u64::from(CONTEXT_TOKENS));
-    let total = [source_bytes, footprint.weight_bytes, footprint.scratch_bytes, kv_bytes];
+    let state_bytes = shape.state_bytes;
+    let total = [source_bytes, footprint.weight_bytes, footprint.scratch_bytes, kv_bytes, state_bytes];
     MemoryAccount {
         source_bytes,
         npu_bytes: footprint.weight_bytes,
         scratch_bytes: footprint.scratch_bytes,
         kv_bytes,
+        state_bytes,
         context_tokens: CONTEXT_TOKENS,
         total_bytes: total.into_iter().fold(0, u64::saturating_add),
         ram_bytes: request.ram.map_or(request.profile.memory.ram_bytes.value, |ram| ram.0),

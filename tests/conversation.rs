@@ -161,3 +161,14 @@ fn a_turn_that_does_not_fit_or_is_interrupted_harms_nothing() {
     session.turn(&first, 18).unwrap();
     assert!(bits(session.logits()) == fresh(&runtime, &first));
 }
+
+#[test]
+fn what_layers_remember_is_counted() {
+    // Three convolutions of three taps over 64; three delta nets with a tail of three times 4 · 16 values and
+    // 2 · 2 · 16 queries and keys, and 4 states of 16 · 16. In f32, before a call and after it.
+    let (lfm2moe, qwen35moe) = (3 * 2 * 64 * 4 * 2, 3 * (3 * 128 + 4 * 16 * 16) * 4 * 2);
+    for (family, bytes) in [("qwen3moe", 0), ("deepseek2", 0), ("lfm2moe", lfm2moe), ("qwen35moe", qwen35moe)]
+    {
+        assert_eq!(open(family).model().shape().state_bytes, bytes, "{family}");
+    }
+}

@@ -919,11 +919,18 @@ fn rows_per_batch_are_used_where_they_were_counted() {
 
 #[test]
 fn the_memory_account_adds_up_and_warns() {
-    let (shape, profile) = (lfm(), rk3588());
+    let (shape, profile) = (ModelShape { state_bytes: 12_288, ..lfm() }, rk3588());
     let mut request = PlanRequest::new(&shape, Routing::Assumed(Skew::RANGE), &profile);
     let plan = choose(&request).unwrap();
     let account = &plan.memory;
-    let sum = account.source_bytes + account.npu_bytes + account.scratch_bytes + account.kv_bytes;
+    let cached = account.kv_bytes + account.state_bytes;
+    let sum = account.source_bytes + account.npu_bytes + account.scratch_bytes + cached;
+    assert_eq!(account.state_bytes, 12_288);
+    // Plans that were written before it was counted can still be read.
+    let json = String::from_utf8(plan.to_json().unwrap()).unwrap();
+    let old = json.replacen("\"state_bytes\":12288,", "", 1);
+    assert_ne!(old, json);
+    assert_eq!(Plan::from_json(old.as_bytes()).unwrap().to_json().unwrap(), old.as_bytes());
     assert_eq!(account.total_bytes, sum);
     assert_eq!(account.npu_bytes, plan.footprint.weight_bytes);
     assert!(!plan.notes.iter().any(|note| matches!(note, Note::OverRam { .. })));

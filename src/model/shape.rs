@@ -26,6 +26,9 @@ pub struct ModelShape {
     pub dense_bytes: u64,
     /// Bytes that one more position adds to the key-value caches of all layers.
     pub kv_bytes_per_token: u64,
+    /// Bytes that the other layers remember, however many positions there were: tails and states, before a call and
+    /// after it. 0 also where a family cannot be run.
+    pub state_bytes: u64,
 }
 
 /// One layer of experts.
@@ -134,6 +137,7 @@ impl Model {
             dense_weights: dense.weights,
             dense_bytes: dense.bytes,
             kv_bytes_per_token: self.layers.iter().map(|layer| layer.mixer.bytes_per_token()).sum(),
+            state_bytes: self.layers.iter().map(|layer| layer.mixer.state_bytes()).sum(),
         }
     }
 
@@ -189,6 +193,16 @@ impl Mixer {
             Mixer::ShortConv(_) | Mixer::DeltaNet(_) => 0,
         };
         (size_of::<f32>() * n_values) as u64
+    }
+
+    /// Bytes of this layer's memory of the past that do not grow, before a call and after it.
+    fn state_bytes(&self) -> u64 {
+        let n_values = match self {
+            Mixer::Attention(_) | Mixer::Latent(_) => 0,
+            Mixer::ShortConv(conv) => conv.taps.len() - conv.taps.len() / conv.n_taps,
+            Mixer::DeltaNet(net) => net.n_remembered().iter().sum(),
+        };
+        (2 * size_of::<f32>() * n_values) as u64
     }
 }
 

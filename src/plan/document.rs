@@ -355,12 +355,20 @@ pub struct MemoryAccount {
     pub scratch_bytes: u64,
     /// Key-value cache at `context_tokens`.
     pub kv_bytes: u64,
+    /// What layers without such a cache remember, whatever the length. Left out where there are none, and in plans
+    /// of older versions: these keep their bytes, and so their digests.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub state_bytes: u64,
     /// Length of the context that was counted.
     pub context_tokens: u32,
     /// All of these.
     pub total_bytes: u64,
     /// The board's memory.
     pub ram_bytes: u64,
+}
+
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// A plan: what is resident where, how far each regime goes, and what that is expected to give.

@@ -95,9 +95,13 @@ fn residency(plan: &Plan) -> String {
         let _ = writeln!(text, "{regime} (from {} tokens): {what}", cut.from_tokens);
     }
     let memory = &plan.memory;
+    let state = match memory.state_bytes {
+        0 => String::new(),
+        bytes => format!(" + states {}", Bytes(bytes)),
+    };
     let _ = writeln!(
         text,
-        "memory: model {} + NPU {} + scratch {} + KV cache at {} tokens {} = {} of {}",
+        "memory: model {} + NPU {} + scratch {} + KV cache at {} tokens {}{state} = {} of {}",
         Bytes(memory.source_bytes),
         Bytes(memory.npu_bytes),
         Bytes(memory.scratch_bytes),

@@ -57,6 +57,7 @@ pub fn shape(
         dense_weights: (n_layer * n_embd * n_embd * 4 + 1000 * n_embd) as u64,
         dense_bytes: (n_layer * n_embd * n_embd * 4 + 1000 * n_embd) as u64,
         kv_bytes_per_token: (n_layer * n_embd) as u64,
+        state_bytes: 0,
     }
 }
 

@@ -27,18 +27,13 @@ struct Kept {
 
 impl NetMemory {
     pub fn new(net: &DeltaNet) -> NetMemory {
-        let [tail, states] = NetMemory::lens(net).map(|len| vec![0.0; len]);
+        let [tail, states] = net.n_remembered().map(|len| vec![0.0; len]);
         let past = Kept { tail, states };
         NetMemory { next: past.clone(), past }
     }
 
-    /// Values of the tail and of the states.
-    fn lens(net: &DeltaNet) -> [usize; 2] {
-        [(net.n_taps - 1) * net.n_convolved(), net.n_value_heads * net.head_dim * net.head_dim]
-    }
-
     pub fn fits(&self, net: &DeltaNet) -> bool {
-        [self.past.tail.len(), self.past.states.len()] == NetMemory::lens(net)
+        [self.past.tail.len(), self.past.states.len()] == net.n_remembered()
     }
 
     pub fn commit(&mut self) {
@@ -64,6 +59,11 @@ impl NetMemory {
 }
 
 impl DeltaNet {
+    /// Values of the tail and of the states.
+    pub fn n_remembered(&self) -> [usize; 2] {
+        [(self.n_taps - 1) * self.n_convolved(), self.n_value_heads * self.head_dim * self.head_dim]
+    }
+
     fn n_convolved(&self) -> usize {
         (2 * self.n_key_heads + self.n_value_heads) * self.head_dim
     }

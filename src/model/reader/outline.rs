@@ -42,6 +42,7 @@ impl Reader<'_> {
             dense_weights: dense.weights,
             dense_bytes: dense.bytes,
             kv_bytes_per_token: (0..n_layer).map(|at| self.cached_bytes(LayerId(at as u32))).sum(),
+            state_bytes: 0,
         };
         Ok((shape, self.weights))
     }
