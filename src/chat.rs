@@ -9,13 +9,14 @@
 
 mod origin;
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::ops::Range;
 
 use minijinja::value::Kwargs;
 use minijinja::{AutoEscape, Environment, ErrorKind, State, Value as Jinja};
 use minijinja_contrib::pycompat;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use thiserror::Error;
@@ -31,7 +32,8 @@ const FUEL: u64 = 200_000;
 const RECURSION: usize = 64;
 
 /// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Message {
     /// `system`, `user` or `assistant`, or what else the template knows.
     pub role: String,
@@ -98,15 +100,8 @@ pub struct ChatTemplate {
     eos_token: String,
     /// The texts of the control tokens.
     controls: Vec<String>,
-}
-
-/// What templates expect to find, by the names that they use.
-#[derive(Serialize)]
-struct Context<'a> {
-    messages: &'a [Message],
-    add_generation_prompt: bool,
-    bos_token: &'a str,
-    eos_token: &'a str,
+    /// What the user sets, beside what every template gets.
+    arguments: BTreeMap<String, Jinja>,
 }
 
 impl ChatTemplate {
@@ -116,7 +111,16 @@ impl ChatTemplate {
     ///
     /// [`ChatError::Metadata`] or [`ChatError::Syntax`]: the template cannot be used.
     pub fn from_metadata(metadata: &Metadata) -> Result<Option<ChatTemplate>, ChatError> {
-        let Some(source) = metadata.optional_str(TEMPLATE_KEY)? else { return Ok(None) };
+        let source = metadata.optional_str(TEMPLATE_KEY)?;
+        source.map(|source| ChatTemplate::new(source, metadata)).transpose()
+    }
+
+    /// A template that the file does not carry, for the model of this metadata.
+    ///
+    /// # Errors
+    ///
+    /// As [`ChatTemplate::from_metadata`].
+    pub fn new(source: &str, metadata: &Metadata) -> Result<ChatTemplate, ChatError> {
         let mut environment = environment();
         environment.add_template_owned("chat", source.to_owned()).map_err(|error| ChatError::Syntax {
             line: error.line().unwrap_or(0),
@@ -124,7 +128,31 @@ impl ChatTemplate {
         })?;
         let bos_token = token(metadata, "tokenizer.ggml.bos_token_id")?;
         let eos_token = token(metadata, "tokenizer.ggml.eos_token_id")?;
-        Ok(Some(ChatTemplate { environment, bos_token, eos_token, controls: controls(metadata) }))
+        let (controls, arguments) = (controls(metadata), BTreeMap::new());
+        Ok(ChatTemplate { environment, bos_token, eos_token, controls, arguments })
+    }
+
+    /// Sets one of the template's own variables. What reads as a boolean, a number or null of JSON is that, all else
+    /// a string. What every template gets anyway cannot be set.
+    pub fn set(&mut self, name: &str, value: &str) {
+        self.arguments.insert(name.to_owned(), argument(value));
+    }
+
+    /// Whether the template asks for a variable.
+    pub fn mentions(&self, name: &str) -> bool {
+        self.environment
+            .get_template("chat")
+            .is_ok_and(|chat| chat.undeclared_variables(false).contains(name))
+    }
+
+    /// What the template writes after an answer, up to the next turn; empty where it takes no answer.
+    pub fn after_answer(&self) -> String {
+        const ANSWER: &str = "orkpack-answer";
+        let message =
+            |role: &str, content: &str| Message { role: role.to_owned(), content: content.to_owned() };
+        let rendered = self.render(&[message("user", "x"), message("assistant", ANSWER)], false);
+        let text = rendered.map(|rendered| rendered.text).unwrap_or_default();
+        text.rsplit_once(ANSWER).map(|(_, after)| after.to_owned()).unwrap_or_default()
     }
 
     /// The prompt for `messages`; with `add_generation_prompt` it ends where the assistant begins to speak.
@@ -140,9 +168,27 @@ impl ChatTemplate {
     }
 
     fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, minijinja::Error> {
-        let (bos_token, eos_token) = (self.bos_token.as_str(), self.eos_token.as_str());
-        let context = Context { messages, add_generation_prompt, bos_token, eos_token };
+        // What every template expects, by the names that they use; nothing that is set goes before it.
+        let given = [
+            ("messages", Jinja::from_serialize(messages)),
+            ("add_generation_prompt", Jinja::from(add_generation_prompt)),
+            ("bos_token", Jinja::from(self.bos_token.as_str())),
+            ("eos_token", Jinja::from(self.eos_token.as_str())),
+        ];
+        let mut context = self.arguments.clone();
+        context.extend(given.map(|(name, value)| (name.to_owned(), value)));
         self.environment.get_template("chat")?.render(context)
+    }
+}
+
+/// A value that was typed. No `serde_json::Value` may go into a template: its numbers arrive there as maps.
+fn argument(text: &str) -> Jinja {
+    let integer = || serde_json::from_str::<i64>(text).ok().map(Jinja::from);
+    let number = || serde_json::from_str::<f64>(text).ok().map(Jinja::from);
+    match text {
+        "true" | "false" => Jinja::from(text == "true"),
+        "null" => Jinja::from(()),
+        _ => integer().or_else(number).unwrap_or_else(|| Jinja::from(text)),
     }
 }
 
@@ -391,6 +437,46 @@ mod tests {
             ("{{ [] | tojson(indent=99999999999999) }}{{ 1 | tojson(ensure_ascii=false) }}", "[]1"),
         ] {
             assert_eq!(render(template, &[("user", "<'é'>")]).unwrap(), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn arguments_are_what_they_look_like() {
+        let mut template = ChatTemplate::new(
+            "{{ a is boolean }}{{ a }} {{ b + 1 }} {{ c + 1 }} {{ d is none }} \
+            {{ e is string }}{{ e }} {{ f is string }} {{ g is defined }} {{ messages | length }}",
+            &Metadata::default(),
+        )
+        .unwrap();
+        for (name, value) in
+            [("a", "false"), ("b", "41"), ("c", "-1.5e0"), ("d", "null"), ("e", "high, True"), ("f", "1.")]
+        {
+            template.set(name, value);
+        }
+        template.set("messages", "[]");
+        let rendered = template.render(&messages(&[("user", "x")]), true).unwrap();
+        assert_eq!(rendered.text, "TrueFalse 42 -0.5 True Truehigh, True True False 1");
+    }
+
+    #[test]
+    fn switches_and_the_end_of_an_answer_are_the_templates() {
+        let mut thinking = ChatTemplate::new(THINKING, &Metadata::default()).unwrap();
+        let chatml = ChatTemplate::new(CHATML, &Metadata::default()).unwrap();
+        assert!(thinking.mentions("enable_thinking") && !chatml.mentions("enable_thinking"));
+        assert!(!thinking.mentions("ns") && chatml.mentions("messages"));
+        let quiet = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
+        let prompt =
+            |template: &ChatTemplate| template.render(&messages(&[("user", "x")]), true).unwrap().text;
+        assert!(!prompt(&thinking).ends_with(quiet));
+        thinking.set("enable_thinking", "false");
+        assert!(prompt(&thinking).ends_with(quiet));
+        assert_eq!([&thinking, &chatml].map(ChatTemplate::after_answer), ["<|im_end|>\n", "<|im_end|>\n"]);
+        for (source, after) in [
+            ("{% for m in messages %}{{ m.content }}</s>{% endfor %}", "</s>"),
+            ("{{ messages[0].content }}", ""),
+            ("{{ raise_exception('no') }}", ""),
+        ] {
+            assert_eq!(ChatTemplate::new(source, &Metadata::default()).unwrap().after_answer(), after);
         }
     }
 
