@@ -9,10 +9,12 @@
 //! It never writes a file and never prints.
 
 mod counters;
+mod dialogue;
 mod hot;
 mod load;
 mod modelled;
 mod partition;
+mod record;
 mod session;
 mod worker;
 
@@ -35,9 +37,11 @@ use crate::threads::Pool;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 pub use counters::{Calls, Counters};
+pub use dialogue::{Dialogue, Turn};
 pub use hot::{HotTable, Share};
 pub use load::Loaded;
 pub use partition::Partition;
+pub use record::Record;
 pub use session::{Reading, Session, Speed};
 
 use modelled::Modelled;

@@ -88,6 +88,16 @@ impl Sampler {
         Ok(Sampler { options, random })
     }
 
+    /// Where in its seed's sequence it stands.
+    pub fn state(&self) -> u64 {
+        self.random.0
+    }
+
+    /// Goes on from where another sampler stood.
+    pub fn resume(&mut self, state: u64) {
+        self.random = SplitMix64(state);
+    }
+
     /// The next token for `logits`, `[n_vocab]`. −∞ bars a token.
     ///
     /// # Errors
@@ -262,6 +272,18 @@ mod tests {
         };
         assert_eq!(run(1), run(1));
         assert_ne!(run(1), run(2));
+    }
+
+    #[test]
+    fn a_sampler_goes_on_where_another_stood() {
+        let logits = logits(&[0.25; 4]);
+        let draw =
+            |sampler: &mut Sampler| (0..16).map(|_| sampler.next(&logits).unwrap()).collect::<Vec<_>>();
+        let mut first = Sampler::new(SampleOptions { seed: 5, ..ALL }).unwrap();
+        draw(&mut first);
+        let mut second = Sampler::new(SampleOptions { seed: 6, ..ALL }).unwrap();
+        second.resume(first.state());
+        assert_eq!(draw(&mut second), draw(&mut first));
     }
 
     #[test]

@@ -3,9 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use orkpack::chat::ChatTemplate;
 use orkpack::executor::cpu::KernelMode;
 use orkpack::model::{State, Wanted, forward};
-use orkpack::runtime::{Options, Reading, Runtime, Session};
+use orkpack::runtime::{Dialogue, Options, Reading, Runtime, Session};
+use orkpack::tensor::{Metadata, Value};
+use orkpack::tokenizer::{Special, Tokenizer};
 
 use crate::support::fixture;
 use crate::support::reference::{Reference, executor};
@@ -171,4 +174,75 @@ fn what_layers_remember_is_counted() {
     {
         assert_eq!(open(family).model().shape().state_bytes, bytes, "{family}");
     }
+}
+
+/// The bundled model's metadata, with a control token that no table of ends knows, and whether BOS comes first.
+fn metadata(adds_bos: bool) -> Metadata {
+    let path = fixture("models/tiny-moe-q8_0.gguf");
+    let mut metadata = Runtime::open(&path, Options::default()).unwrap().source().metadata().clone();
+    for (key, value) in [("tokens", Value::String("<|over|>".into())), ("token_type", Value::I32(3))] {
+        let Some(Value::Array(values)) = metadata.0.get_mut(&format!("tokenizer.ggml.{key}")) else {
+            panic!("{key}")
+        };
+        values[2047] = value;
+    }
+    metadata.0.insert("tokenizer.ggml.add_bos_token".to_owned(), Value::Bool(adds_bos));
+    metadata
+}
+
+const TEMPLATE: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'A:' + m.content + '<|over|>' }}\
+    {% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'A:' }}{% endif %}";
+
+#[test]
+fn a_dialogue_is_rendered_anew_up_to_its_border() {
+    let metadata = metadata(false);
+    let tokenizer = || Tokenizer::from_metadata(&metadata).unwrap();
+    let ids = |text: &str| tokenizer().encode(text, Special::Parse).unwrap();
+    let template = |source| Some(ChatTemplate::new(source, &metadata).unwrap());
+    let mut dialogue = Dialogue::new(tokenizer(), template(TEMPLATE), Special::Plain);
+    assert!(
+        dialogue.is_end(2047) && dialogue.is_end(0) && !dialogue.is_end(5),
+        "what the template ends with ends"
+    );
+    dialogue.set_system("Be kind.".to_owned());
+    let turn = dialogue.say("one".to_owned()).unwrap();
+    assert_eq!(turn.ids, ids("Be kind.\none\nA:"));
+    assert_eq!(turn.border, ids("Be kind.\none\n").len());
+    dialogue.answer(" two".to_owned(), &[7, 8]);
+    assert_eq!(dialogue.ids(), [turn.ids.as_slice(), &[7, 8]].concat());
+    let before = dialogue.ids().to_vec();
+
+    // What is taken back was not said.
+    dialogue.say("three".to_owned()).unwrap();
+    dialogue.take_back();
+    dialogue.take_back();
+    assert_eq!((dialogue.messages().len(), dialogue.ids()), (3, &before[..]));
+    let turn = dialogue.say("four".to_owned()).unwrap();
+    assert_eq!(turn.ids, ids("Be kind.\none\nA: two<|over|>four\nA:"));
+    dialogue.clear();
+    assert_eq!(dialogue.say("five".to_owned()).unwrap().ids, ids("Be kind.\nfive\nA:"));
+
+    let refusing =
+        "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}";
+    let mut dialogue = Dialogue::new(tokenizer(), template(refusing), Special::Plain);
+    dialogue.say("one".to_owned()).unwrap();
+    dialogue.answer("two".to_owned(), &[7]);
+    assert!(dialogue.say("three".to_owned()).is_err());
+    assert_eq!((dialogue.messages().len(), dialogue.is_end(2047)), (2, false), "a refused turn was not said");
+}
+
+#[test]
+fn without_a_template_a_text_goes_on_and_begins_once() {
+    let metadata = metadata(true);
+    let tokenizer = || Tokenizer::from_metadata(&metadata).unwrap();
+    let ids = |text: &str| tokenizer().encode(text, Special::Plain).unwrap();
+    assert_eq!(ids("one")[0], 0, "BOS comes first");
+    let mut dialogue = Dialogue::new(tokenizer(), None, Special::Plain);
+    let turn = dialogue.say("one<|over|>".to_owned()).unwrap();
+    assert_eq!((turn.border, &turn.ids), (turn.ids.len(), &ids("one<|over|>")));
+    dialogue.answer(" two".to_owned(), &[7, 8]);
+    let next = dialogue.say("three".to_owned()).unwrap();
+    assert_eq!(next.ids, [&turn.ids[..], &[7, 8], &ids("\nthree")[1..]].concat());
+    let mut raw = Dialogue::new(tokenizer(), None, Special::Parse);
+    assert!(raw.say("one<|over|>".to_owned()).unwrap().ids.contains(&2047));
 }

@@ -177,8 +177,8 @@ impl<'r> Session<'r> {
                 comparison.push(row, other);
             }
         }
-        let last = self.logits.len().saturating_sub(n_vocab);
-        Ok(&self.logits[last..])
+        self.logits.drain(..self.logits.len().saturating_sub(n_vocab));
+        Ok(&self.logits)
     }
 
     /// The perplexity of a text; the sequence is not touched.
@@ -225,7 +225,7 @@ impl<'r> Session<'r> {
         Ok(())
     }
 
-    /// The logits of the last call.
+    /// The logits after the last token.
     pub fn logits(&self) -> &[f32] {
         &self.logits
     }
