@@ -34,7 +34,7 @@ use fill::Errors;
 use output::refuse_same_file;
 
 pub use export::{export, export_paths};
-pub use output::write_beside;
+pub use output::{write_beside, write_private};
 pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
 /// What decides the hot set.

@@ -16,7 +16,9 @@ pub use conversion::ConvertDocument;
 pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
 pub use planning::{plan, routing};
-pub use running::{ComparisonPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, run};
+pub use running::{
+    ComparisonPart, ContextPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, TurnPart, run,
+};
 pub use verification::{VerifyDocument, verification};
 
 /// A document as one line of JSON, in which nothing is left that a terminal would obey.

@@ -13,6 +13,7 @@ pub mod recorder;
 pub mod reference;
 pub mod routed;
 pub mod schema;
+pub mod typist;
 pub mod watch;
 
 use std::path::PathBuf;

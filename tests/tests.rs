@@ -6,6 +6,7 @@ mod carried;
 mod chat;
 mod cli;
 mod conversation;
+mod converse;
 mod convert;
 mod deepseek2;
 mod delta_net;

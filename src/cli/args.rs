@@ -323,10 +323,30 @@ pub enum KernelArg {
     Exact,
 }
 
+/// Whether a model thinks before it answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ThinkArg {
+    /// It does
+    On,
+    /// It does not
+    Off,
+}
+
+fn template_arg(text: &str) -> Result<(String, String), String> {
+    const GIVEN: [&str; 4] = ["messages", "add_generation_prompt", "bos_token", "eos_token"];
+    match text.split_once('=') {
+        Some((name, _)) if GIVEN.contains(&name) => {
+            Err(format!("every template gets `{name}` from the conversation"))
+        }
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err(format!("`{text}` is not K=V, as in reasoning_effort=high")),
+    }
+}
+
 /// Run a model: hot experts on the NPU, the rest on the CPU
 ///
 /// MODEL is a pack made by `orkpack convert`, or a GGUF, which runs on the CPU. Started on a terminal without a prompt
-/// it converses; text piped in is the prompt. Generated text goes to stdout, everything else to stderr.
+/// it converses; text piped in is the prompt, or under --turns a turn a line. Generated text goes to stdout, everything else to stderr.
 #[derive(Debug, Parser)]
 #[command(name = "ork-run", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub struct OrkRun {
@@ -346,11 +366,29 @@ pub struct OrkRun {
     #[arg(short, long, value_name = "N", default_value_t = 256)]
     pub n_predict: u32,
     /// Context length in tokens; default: the model's, at most 4096
-    #[arg(short = 'c', long, value_name = "N")]
+    #[arg(short = 'c', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
     /// Do not wrap the prompt in the model's chat template
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["chat_template_file", "system", "template_arg", "think"])]
     pub raw: bool,
+    /// Use this chat template (Jinja) in the place of the model's own
+    #[arg(long, value_name = "FILE")]
+    pub chat_template_file: Option<PathBuf>,
+    /// System message, before everything that is said
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Set a variable of the chat template, as k=v; true, false, null and numbers are these, all else text
+    #[arg(long, value_name = "K=V", value_parser = template_arg)]
+    pub template_arg: Vec<(String, String)>,
+    /// Let the model think first, or not, where its chat template has a switch for it
+    #[arg(long, value_enum, value_name = "on|off")]
+    pub think: Option<ThinkArg>,
+    /// Converse with a pipe: each line of stdin is a turn
+    #[arg(long, conflicts_with_all = ["prompt", "tokens", "perplexity", "bench", "compare", "dump_logits"])]
+    pub turns: bool,
+    /// Keep the conversation in a file, and go on with it if it is there
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["tokens", "perplexity", "bench", "compare"])]
+    pub session: Option<PathBuf>,
     /// Temperature; 0 takes the likeliest token
     #[arg(long, default_value_t = 0.8)]
     pub temp: f32,

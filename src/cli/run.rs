@@ -1,7 +1,13 @@
 //! `ork-run`: a prompt, a conversation, a perplexity, a comparison or a measurement.
 
+mod answer;
+mod converse;
+mod input;
+mod stream;
+mod talk;
+
 use std::fs;
-use std::io::{IsTerminal, Read, Write, stderr, stdin};
+use std::io::{IsTerminal, Read, stdin};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,55 +16,52 @@ use super::args::{DeviceArg, IoArg, KernelArg, OrkRun, VerifyArg};
 use super::output::{Output, say};
 use super::{Done, Stop, board, terminal};
 use crate::bytes::Io;
-use crate::chat::{ChatTemplate, Message};
 use crate::error::{AtFile, Error, Failure};
 use crate::executor::cpu::KernelMode;
-use crate::model::evaluate::Comparison;
-use crate::report::{self, PerplexityPart, RunDocument};
-use crate::runtime::{Check, DeviceChoice, Engine, Options, Runtime, Session};
+use crate::report::{self, PerplexityPart, RunDocument, TurnPart};
+use crate::runtime::{Check, DeviceChoice, Engine, Options, Reading, Runtime, Session, Turn};
 use crate::sample::{SampleOptions, Sampler};
-use crate::tokenizer::{Detokenizer, Special, Tokenizer};
+use crate::tokenizer::Special;
+use crate::units::Bytes;
+use answer::{Beside, End};
+use talk::Talk;
 
 /// Context where neither the user nor a shorter model says otherwise.
 const DEFAULT_CONTEXT: usize = 4096;
 
 pub fn run(arguments: OrkRun, interrupted: Arc<AtomicBool>) -> Done {
     let runtime = Runtime::open(&arguments.file, options(&arguments)?)?;
+    let run = Run { runtime: &runtime, arguments: &arguments, interrupted: &interrupted };
+    // What cannot be done is said before anything is loaded or computed.
+    let task = run.task()?;
     if arguments.prefault {
         runtime.prefault();
     }
     let engine = if arguments.reference { runtime.reference()? } else { runtime.engine()? };
-    let quiet = arguments.common.quiet || arguments.common.json;
     if let Some(line) = runtime.packed().and_then(|packed| packed.note()) {
-        say(quiet, &line);
+        say(run.is_quiet(), &line);
     }
-    say(quiet, &arithmetic_line(&runtime, &engine, arguments.reference));
-    let run = Run { runtime: &runtime, arguments: &arguments, interrupted: &interrupted };
+    say(run.is_quiet(), &arithmetic_line(&runtime, &engine, arguments.reference));
+    say(run.is_quiet(), &run.context_line());
     let session = run.session(engine);
-    let document = if arguments.bench {
-        run.bench(session)?
-    } else if let Some(file) = &arguments.perplexity {
-        run.perplexity(session, file)?
-    } else {
-        match run.prompt()? {
-            Prompt::Tokens(tokens) => run.generate(session, &tokens, None)?,
-            Prompt::Text(text) => {
-                let tokenizer = runtime.tokenizer().at(runtime.path())?;
-                let tokens = run.encode(&tokenizer, &text)?;
-                run.generate(session, &tokens, Some(&tokenizer))?
-            }
-            Prompt::Conversation => run.converse(session)?,
-        }
+    let document = match task {
+        Task::Bench => run.bench(session)?,
+        Task::Perplexity(file) => run.perplexity(session, file)?,
+        Task::Tokens(tokens) => run.generate(session, &Turn { border: tokens.len(), ids: tokens }, None)?,
+        Task::Text(talk, turn) => run.generate(session, &turn, Some(*talk))?,
+        Task::Conversation(talk) => run.converse(session, *talk)?,
     };
     if arguments.common.json {
         Output::new().json(&document)?;
     } else {
-        say(quiet, report::run(&document).trim_end());
+        say(run.is_quiet(), report::run(&document).trim_end());
     }
-    let failed = document.device.as_ref().is_some_and(|device| device.fallbacks > 0);
+    let fell_back = document.device.as_ref().is_some_and(|device| device.fallbacks > 0);
+    // On a terminal somebody saw that a turn was refused, and said something else.
+    let refused = document.refused > 0 && !stdin().is_terminal();
     match interrupted.load(Ordering::Relaxed) {
         true => Ok(130),
-        false => Ok(if failed && arguments.strict { 2 } else { 0 }),
+        false => Ok(if refused || (fell_back && arguments.strict) { 2 } else { 0 }),
     }
 }
 
@@ -108,11 +111,13 @@ fn arithmetic_line(runtime: &Runtime, engine: &Engine, reference: bool) -> Strin
     }
 }
 
-/// What is to be continued.
-enum Prompt {
+/// What is to be done.
+enum Task<'a> {
+    Bench,
+    Perplexity(&'a Path),
     Tokens(Vec<u32>),
-    Text(String),
-    Conversation,
+    Text(Box<Talk>, Turn),
+    Conversation(Box<Talk>),
 }
 
 struct Run<'a> {
@@ -121,57 +126,84 @@ struct Run<'a> {
     interrupted: &'a Arc<AtomicBool>,
 }
 
-impl Run<'_> {
-    fn session(&self, engine: Engine) -> Session<'_> {
-        let trained = self.runtime.model().n_ctx();
-        let n_ctx = self.arguments.context.map_or(trained.min(DEFAULT_CONTEXT), |n| n as usize);
-        Session::new(self.runtime, engine, n_ctx, self.arguments.batch as usize)
+impl<'a> Run<'a> {
+    fn is_quiet(&self) -> bool {
+        self.arguments.common.quiet || self.arguments.common.json
     }
 
-    fn prompt(&self) -> Result<Prompt, Error> {
-        if !self.arguments.tokens.is_empty() {
-            return Ok(Prompt::Tokens(self.arguments.tokens.clone()));
+    fn n_ctx(&self) -> usize {
+        let trained = self.runtime.model().n_ctx();
+        self.arguments.context.map_or(trained.min(DEFAULT_CONTEXT), |n| n as usize)
+    }
+
+    fn session(&self, engine: Engine) -> Session<'a> {
+        let mut session = Session::new(self.runtime, engine, self.n_ctx(), self.arguments.batch as usize);
+        session.watch(Arc::clone(self.interrupted));
+        session
+    }
+
+    /// What the context takes, in one line.
+    fn context_line(&self) -> String {
+        let (n_ctx, trained) = (self.n_ctx(), self.runtime.model().n_ctx());
+        let [keys_and_values, states] = self.runtime.context_bytes(n_ctx).map(Bytes);
+        let states = if states.0 > 0 { format!(" and {states} of states") } else { String::new() };
+        let beyond = match n_ctx > trained {
+            true => format!("; the model was trained for {trained} tokens and may not make sense beyond"),
+            false => String::new(),
+        };
+        format!("context of {n_ctx} tokens: {keys_and_values} of keys and values{states}{beyond}")
+    }
+
+    fn task(&self) -> Result<Task<'a>, Error> {
+        let arguments = self.arguments;
+        if arguments.bench {
+            return Ok(Task::Bench);
         }
-        match self.arguments.prompt.as_deref() {
-            Some("-") => {}
-            Some(text) => return Ok(Prompt::Text(text.to_owned())),
-            None if stdin().is_terminal() => return Ok(Prompt::Conversation),
-            None => {}
+        if let Some(file) = &arguments.perplexity {
+            return Ok(Task::Perplexity(file));
         }
+        if !arguments.tokens.is_empty() {
+            self.check_length(arguments.tokens.len(), "the prompt", "")?;
+            return Ok(Task::Tokens(arguments.tokens.clone()));
+        }
+        let text = match arguments.prompt.as_deref() {
+            Some("-") => self.piped()?,
+            Some(text) => text.to_owned(),
+            None if arguments.turns || stdin().is_terminal() => {
+                return Ok(Task::Conversation(Box::new(self.talk()?)));
+            }
+            None => self.piped()?,
+        };
+        let mut talk = self.talk()?;
+        let turn = talk.dialogue.say(text).map_err(|error| error.or_at(self.runtime.path()))?;
+        self.check_length(turn.ids.len(), "the prompt", "")?;
+        Ok(Task::Text(Box::new(talk), turn))
+    }
+
+    /// The text on stdin. Only under `--raw` is the line feed at its end a part of it.
+    fn piped(&self) -> Result<String, Error> {
         let mut bytes = Vec::new();
         stdin().lock().read_to_end(&mut bytes)?;
-        let text = String::from_utf8_lossy(&bytes).into_owned();
-        if text.is_empty() {
-            return Err(Error::usage("there is no prompt: -p TEXT, or text on stdin"));
+        let mut text = String::from_utf8_lossy(&bytes).into_owned();
+        if !self.arguments.raw && text.ends_with('\n') {
+            text.pop();
         }
-        Ok(Prompt::Text(text))
-    }
-
-    fn template(&self) -> Result<Option<ChatTemplate>, Error> {
-        if self.arguments.raw { Ok(None) } else { self.runtime.chat_template() }
-    }
-
-    /// A prompt's tokens: in the model's chat template where it has one and `--raw` is not given.
-    fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Error> {
-        let encode = |special| tokenizer.encode(text, special).at(self.runtime.path());
-        match self.template()? {
-            Some(template) => {
-                let messages = [Message { role: "user".to_owned(), content: text.to_owned() }];
-                self.encode_turns(tokenizer, &template, &messages)
-            }
-            None => encode(if self.arguments.raw { Special::Parse } else { Special::Plain }),
+        match text.is_empty() {
+            true => Err(Error::usage("there is no prompt: -p TEXT, or text on stdin")),
+            false => Ok(text),
         }
     }
 
-    /// A conversation's tokens, up to where the assistant speaks.
-    fn encode_turns(
-        &self,
-        tokenizer: &Tokenizer,
-        template: &ChatTemplate,
-        messages: &[Message],
-    ) -> Result<Vec<u32>, Error> {
-        let prompt = template.render(messages, true).at(self.runtime.path())?;
-        tokenizer.encode_around(&prompt.text, &prompt.foreign).at(self.runtime.path())
+    /// An error with both counts where something is longer than the context; `instead` is what else helps.
+    fn check_length(&self, n_tokens: usize, what: &str, instead: &str) -> Result<(), Error> {
+        let n_ctx = self.n_ctx();
+        if n_tokens <= n_ctx {
+            return Ok(());
+        }
+        let instead = if instead.is_empty() { String::new() } else { format!("{instead}, ") };
+        Err(Error::usage(format!(
+            "{what} has {n_tokens} tokens, and the context holds {n_ctx}: {instead}a larger -c holds more"
+        )))
     }
 
     fn sampler(&self) -> Result<Sampler, Error> {
@@ -183,108 +215,37 @@ impl Run<'_> {
     fn generate(
         &self,
         mut session: Session<'_>,
-        prompt: &[u32],
-        tokenizer: Option<&Tokenizer>,
+        turn: &Turn,
+        talk: Option<Talk>,
     ) -> Result<RunDocument, Stop> {
-        let mut comparison = Comparison::default();
-        let mut reference = None;
-        let logits = if self.arguments.compare {
-            let beside = reference.insert(self.session(self.runtime.reference()?));
-            session.compare_prompt(beside, prompt, &mut comparison)?
-        } else {
-            session.prompt(prompt)?
+        let mut beside = match self.arguments.compare {
+            true => Some(Beside::new(self.session(self.runtime.reference()?))),
+            false => None,
         };
+        let reading = read(&mut session, turn, beside.as_mut())?;
         if let Some(path) = &self.arguments.dump_logits {
-            let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+            let bytes: Vec<u8> = session.logits().iter().flat_map(|logit| logit.to_le_bytes()).collect();
             fs::write(path, bytes).at(path)?;
         }
-        let mut sampler = self.sampler()?;
-        let mut next = sampler.next(logits)?;
-        let mut stream = Stream::new(tokenizer, self.arguments.common.json);
-        for step in 0..self.arguments.n_predict {
-            if tokenizer.is_some_and(|tokenizer| tokenizer.is_end(next))
-                || self.interrupted.load(Ordering::Relaxed)
-            {
-                break;
+        let (answer, talk) = match talk {
+            Some(mut talk) => {
+                let Talk { sampler, dialogue, .. } = &mut talk;
+                let answer = self.answer(&mut session, sampler, Some(dialogue), beside.as_mut())?;
+                (answer, Some(talk))
             }
-            stream.push(next)?;
-            let last = step + 1 == self.arguments.n_predict || session.position() >= session.n_ctx();
-            if last {
-                break;
-            }
-            let token = next;
-            next = sampler.next(session.step(token)?)?;
-            if let Some(reference) = &mut reference {
-                comparison.push(reference.step(token)?, session.logits());
-            }
+            None => (self.answer(&mut session, &mut self.sampler()?, None, beside.as_mut())?, None),
+        };
+        if answer.end == End::Context {
+            let line = format!("the context of {} tokens is full: a larger -c holds more", self.n_ctx());
+            say(self.is_quiet(), &line);
         }
-        let (text, tokens) = stream.end()?;
         let mut document = RunDocument::of(self.runtime, &session);
-        (document.text, document.tokens) = (text, tokens);
-        document.comparison = reference.map(|_| (&comparison).into());
+        document.take_turns(vec![TurnPart::of(reading, answer.text.as_deref(), &answer.ids)]);
+        document.comparison = beside.map(|beside| (&beside.comparison).into());
+        if let Some(mut talk) = talk {
+            talk.answered(answer)?;
+        }
         Ok(document)
-    }
-
-    /// Turns typed on a terminal, until `/exit` or the end of input.
-    fn converse(&self, mut session: Session<'_>) -> Result<RunDocument, Stop> {
-        let tokenizer = self.runtime.tokenizer().at(self.runtime.path())?;
-        let template = self.template()?;
-        let mut sampler = self.sampler()?;
-        let mut messages: Vec<Message> = Vec::new();
-        say(false, "type a message; /clear forgets, /exit ends");
-        while let Some(line) = ask()? {
-            match line.as_str() {
-                "" => continue,
-                "/exit" => break,
-                "/clear" => {
-                    messages.clear();
-                    session.clear();
-                    continue;
-                }
-                _ => {}
-            }
-            self.interrupted.store(false, Ordering::Relaxed);
-            let tokens = match &template {
-                Some(template) => {
-                    messages.push(Message { role: "user".to_owned(), content: line });
-                    session.clear();
-                    self.encode_turns(&tokenizer, template, &messages)?
-                }
-                None => tokenizer.encode(&line, Special::Plain).at(self.runtime.path())?,
-            };
-            match self.answer(&mut session, &tokens, &tokenizer, &mut sampler) {
-                Ok(answer) => messages.push(Message { role: "assistant".to_owned(), content: answer }),
-                // A turn that does not fit ends the turn, not the conversation.
-                Err(Stop::Failed(error)) => {
-                    super::output::error(&error);
-                    messages.pop();
-                }
-                Err(stop) => return Err(stop),
-            }
-        }
-        self.interrupted.store(false, Ordering::Relaxed);
-        Ok(RunDocument::of(self.runtime, &session))
-    }
-
-    fn answer(
-        &self,
-        session: &mut Session<'_>,
-        prompt: &[u32],
-        tokenizer: &Tokenizer,
-        sampler: &mut Sampler,
-    ) -> Result<String, Stop> {
-        let mut stream = Stream::new(Some(tokenizer), false);
-        let mut next = sampler.next(session.prompt(prompt)?)?;
-        for _ in 0..self.arguments.n_predict {
-            let full = session.position() >= session.n_ctx();
-            if tokenizer.is_end(next) || full || self.interrupted.load(Ordering::Relaxed) {
-                break;
-            }
-            stream.push(next)?;
-            next = sampler.next(session.step(next)?)?;
-        }
-        let (text, _) = stream.end()?;
-        Ok(text.unwrap_or_default())
     }
 
     fn perplexity(&self, mut session: Session<'_>, file: &Path) -> Result<RunDocument, Stop> {
@@ -326,62 +287,18 @@ impl Run<'_> {
     }
 }
 
+/// Reads a prompt into an empty session, and beside it.
+fn read(session: &mut Session<'_>, turn: &Turn, beside: Option<&mut Beside<'_>>) -> Result<Reading, Error> {
+    let Some(Beside { session: reference, comparison }) = beside else {
+        return session.turn(&turn.ids, turn.border);
+    };
+    session.compare_prompt(reference, &turn.ids, comparison)?;
+    Ok(Reading { reused: 0, computed: turn.ids.len() })
+}
+
 fn relabel(error: Error, file: &Path) -> Error {
     match *error.failure {
         Failure::Evaluate(_) => Error { file: Some(file.to_owned()), ..error },
         _ => error,
-    }
-}
-
-/// One line from the terminal; `None` at its end.
-fn ask() -> Result<Option<String>, Error> {
-    let mut err = stderr().lock();
-    // A terminal that takes no prompt still takes the line.
-    let _ = write!(err, "> ").and_then(|()| err.flush());
-    drop(err);
-    let mut line = String::new();
-    let n = stdin().read_line(&mut line)?;
-    Ok((n > 0).then(|| line.trim().to_owned()))
-}
-
-/// Generated tokens on their way to stdout: text, or ids where there is no tokenizer.
-struct Stream<'t> {
-    detokenizer: Option<Detokenizer<'t>>,
-    silent: bool,
-    text: String,
-    tokens: Vec<u32>,
-}
-
-impl<'t> Stream<'t> {
-    fn new(tokenizer: Option<&'t Tokenizer>, silent: bool) -> Stream<'t> {
-        let detokenizer = tokenizer.map(Tokenizer::detokenizer);
-        Stream { detokenizer, silent, text: String::new(), tokens: Vec::new() }
-    }
-
-    fn push(&mut self, token: u32) -> Result<(), Stop> {
-        self.tokens.push(token);
-        let piece = match &mut self.detokenizer {
-            Some(detokenizer) => detokenizer.push(token),
-            None if self.tokens.len() == 1 => token.to_string(),
-            None => format!(",{token}"),
-        };
-        self.emit(&piece)
-    }
-
-    fn emit(&mut self, piece: &str) -> Result<(), Stop> {
-        self.text.push_str(piece);
-        if self.silent || piece.is_empty() { Ok(()) } else { Output::new().text(piece) }
-    }
-
-    /// The rest of a character that never came, a line feed, and what was generated in all.
-    fn end(mut self) -> Result<(Option<String>, Vec<u32>), Stop> {
-        let is_text = self.detokenizer.is_some();
-        if let Some(detokenizer) = self.detokenizer.take() {
-            self.emit(&detokenizer.finish())?;
-        }
-        if !self.silent {
-            Output::new().text("\n")?;
-        }
-        Ok((is_text.then_some(self.text), self.tokens))
     }
 }

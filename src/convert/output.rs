@@ -23,9 +23,22 @@ pub(super) fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), 
 ///
 /// [`Error`] with the file's name.
 pub fn write_beside(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    write(path, bytes, 0o644)
+}
+
+/// As [`write_beside`], for nobody else to read.
+///
+/// # Errors
+///
+/// [`Error`] with the file's name.
+pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    write(path, bytes, 0o600)
+}
+
+fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let write = || -> std::io::Result<()> {
-        let permissions = fs::Permissions::from_mode(0o644);
+        let permissions = fs::Permissions::from_mode(mode);
         let mut file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
         file.write_all(bytes)?;
         file.as_file().sync_all()?;

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::model::evaluate::{Comparison, Perplexity};
-use crate::runtime::{Counters, Loaded, Runtime, Session, Speed};
+use crate::runtime::{Counters, Loaded, Reading, Runtime, Session, Speed};
 use crate::units::Bytes;
 
 /// A run as JSON (schema: `formats/run.schema.json`).
@@ -19,9 +19,15 @@ pub struct RunDocument {
     pub arithmetic: &'static str,
     /// Threads of the CPU.
     pub threads: u64,
-    /// Generated text; `null` where token ids were asked for or nothing was generated.
+    /// The room for a conversation.
+    pub context: ContextPart,
+    /// What was read and answered, turn by turn; a prompt is one turn.
+    pub turns: Vec<TurnPart>,
+    /// Turns that did not fit or could not be rendered, and so were not said.
+    pub refused: u64,
+    /// Text of the last turn; `null` where token ids were asked for or nothing was generated.
     pub text: Option<String>,
-    /// Generated token ids.
+    /// Token ids generated in the last turn.
     pub tokens: Vec<u32>,
     /// Reading the prompt.
     pub prefill: SpeedPart,
@@ -33,6 +39,45 @@ pub struct RunDocument {
     pub perplexity: Option<PerplexityPart>,
     /// Of `--compare`.
     pub comparison: Option<ComparisonPart>,
+}
+
+/// What the context takes when it is full. Estimated from the model's sizes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ContextPart {
+    /// Tokens that fit.
+    pub tokens: u64,
+    /// Bytes of keys and values.
+    pub kv_bytes: u64,
+    /// Bytes that layers without these remember.
+    pub state_bytes: u64,
+}
+
+/// One turn. Counted.
+#[derive(Clone, Debug, Serialize)]
+pub struct TurnPart {
+    /// Tokens of the whole conversation up to the answer.
+    pub prompt_tokens: u64,
+    /// Of these, the tokens that were there from the turns before.
+    pub reused_tokens: u64,
+    /// Of these, the tokens that went through the model.
+    pub computed_tokens: u64,
+    /// The answer; `null` where token ids were asked for.
+    pub text: Option<String>,
+    /// The answer's token ids.
+    pub tokens: Vec<u32>,
+}
+
+impl TurnPart {
+    /// A turn that took this reading and gave this answer.
+    pub fn of(reading: Reading, text: Option<&str>, tokens: &[u32]) -> TurnPart {
+        TurnPart {
+            prompt_tokens: (reading.reused + reading.computed) as u64,
+            reused_tokens: reading.reused as u64,
+            computed_tokens: reading.computed as u64,
+            text: text.map(str::to_owned),
+            tokens: tokens.to_vec(),
+        }
+    }
 }
 
 /// How fast tokens went by.
@@ -101,6 +146,7 @@ impl RunDocument {
             (Some(name), Some(loaded), Some(counters)) => Some(DevicePart::of(name, loaded, &counters)),
             _ => None,
         };
+        let [kv_bytes, state_bytes] = runtime.context_bytes(session.n_ctx());
         RunDocument {
             schema: "orkpack-run-1",
             file: runtime.path().display().to_string(),
@@ -109,6 +155,9 @@ impl RunDocument {
                 None => "source rows",
             },
             threads: runtime.n_threads() as u64,
+            context: ContextPart { tokens: session.n_ctx() as u64, kv_bytes, state_bytes },
+            turns: Vec::new(),
+            refused: 0,
             text: None,
             tokens: Vec::new(),
             prefill: session.prefill().into(),
@@ -117,6 +166,16 @@ impl RunDocument {
             perplexity: None,
             comparison: None,
         }
+    }
+}
+
+impl RunDocument {
+    /// Takes in what was said; the last answer is the run's.
+    pub fn take_turns(&mut self, turns: Vec<TurnPart>) {
+        if let Some(last) = turns.last() {
+            (self.text, self.tokens) = (last.text.clone(), last.tokens.clone());
+        }
+        self.turns = turns;
     }
 }
 
@@ -215,6 +274,13 @@ pub fn run(document: &RunDocument) -> String {
             Some(simulated) => writeln!(text, ", {simulated:.1} tokens/s simulated for the profile"),
             None => writeln!(text),
         };
+    }
+    if document.turns.len() > 1 {
+        let sum = |of: fn(&TurnPart) -> u64| document.turns.iter().map(of).sum::<u64>();
+        let (reused, computed) = (sum(|turn| turn.reused_tokens), sum(|turn| turn.computed_tokens));
+        let n_turns = document.turns.len();
+        let _ =
+            writeln!(text, "{n_turns} turns: {computed} prompt tokens computed, {reused} were there already");
     }
     if let Some(device) = &document.device {
         text += &device_lines(device);
