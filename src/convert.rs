@@ -190,7 +190,12 @@ pub fn prepare(mut request: Request, progress: &mut dyn Progress) -> Result<Prep
 ///
 /// [`Error`] for a budget above the device's window, or experts that are not there.
 pub fn choose(shape: &ModelShape, routing: Routing<'_>, choice: &Choice) -> Result<Plan, Error> {
-    Ok(crate::plan::choose(&PlanRequest {
+    Ok(crate::plan::choose(&request(shape, routing, choice))?)
+}
+
+/// What is asked of the planner.
+pub fn request<'a>(shape: &'a ModelShape, routing: Routing<'a>, choice: &'a Choice) -> PlanRequest<'a> {
+    PlanRequest {
         shape,
         routing,
         profile: &choice.profile,
@@ -199,7 +204,7 @@ pub fn choose(shape: &ModelShape, routing: Routing<'_>, choice: &Choice) -> Resu
         objective: choice.objective,
         force_hot: choice.force_hot.clone(),
         ram: choice.ram,
-    })?)
+    }
 }
 
 fn read_plan(file: &Path, shape: &ModelShape, profile: &DeviceProfile) -> Result<Plan, Error> {

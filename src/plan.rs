@@ -8,6 +8,7 @@ mod capacity;
 mod check;
 pub mod cost;
 mod document;
+mod explain;
 mod forecast;
 mod hits;
 mod layer;
@@ -24,6 +25,7 @@ pub use document::{
     Advice, Basis, Chunk, Cut, DomainFootprint, Footprint, Forecast, HitRate, HitRates, Holds, Item,
     LayerPlan, MatrixPlan, MemoryAccount, Note, Objective, Placed, Plan, ProfileId, Range, Regime, Verdict,
 };
+pub use explain::{Calls, Explanation, Reason};
 pub use hits::prefix_hits;
 pub use routing::{Routing, Skew};
 
@@ -39,7 +41,7 @@ use forecast::{Case, Hot};
 use layer::{Curves, LayerModel};
 use place::Resident;
 use routing::{LayerRouting, SkewEnd};
-use select::{Choices, State, Weights};
+use select::{Choices, Climb, State, Weights};
 
 /// Tokens of the prompt that prefill is planned for.
 pub const PROMPT_TOKENS: u32 = 512;
@@ -137,6 +139,16 @@ pub enum PlanError {
         /// What is wrong.
         what: &'static str,
     },
+    /// An expert to be explained that is not there.
+    #[error("--explain {layer}:{expert}: {what}")]
+    Explain {
+        /// The layer.
+        layer: LayerId,
+        /// The expert.
+        expert: ExpertId,
+        /// What is wrong.
+        what: String,
+    },
     /// Experts to be hot that are more than the budget.
     #[error("the experts of --force-hot need {needed} in domain {domain}, the budget is {budget}")]
     ForceHotOverBudget {
@@ -189,66 +201,114 @@ pub enum PlanError {
 ///
 /// [`PlanError`] when the request cannot be met. That nothing is worth keeping is no error.
 pub fn choose(request: &PlanRequest<'_>) -> Result<Plan, PlanError> {
-    let &PlanRequest { shape, profile, objective, .. } = request;
-    let budget = check_request(request)?;
-    let forced = check_forced(request)?;
-    let cases = cases(request, &forced)?;
-    let likely = &cases[1];
-    let page = profile.memory.page_bytes.value;
-    let choices: Vec<Choices<'_>> = likely
-        .models
-        .iter()
-        .zip(likely.decode.iter().zip(&likely.prefill))
-        .map(|(model, (decode, prefill))| Choices::new(model, decode, prefill, page))
-        .collect();
-    let layer_bytes: Vec<u64> = choices
-        .iter()
-        .map(|choice| (choice.bytes.0 + choice.bytes.1) * choice.model.n_expert() as u64)
-        .collect();
-    let domains = place::domains(&layer_bytes, request.domains);
-    check_forced_bytes(&choices, &domains, budget)?;
+    Planner::new(request)?.plan()
+}
 
-    let select = |weights: Option<Weights>| select_all(&choices, &domains, request.domains, weights, budget);
-    let (weights, states) = match objective {
-        Objective::Hits => (None, select(None)),
-        Objective::Auto | Objective::Decode | Objective::Prefill => {
-            let (weights, states) = worth_it(request, likely, &choices, &domains, select);
-            (Some(weights), states)
+/// A request with all that no budget changes computed once: plans for other budgets then cost little.
+pub struct Planner<'a> {
+    request: &'a PlanRequest<'a>,
+    budget: u64,
+    /// Slowest, likely and fastest.
+    cases: Vec<Case>,
+    /// The domain of each layer.
+    domains: Vec<u32>,
+}
+
+impl<'a> Planner<'a> {
+    /// Checks a request and computes what its layers cost.
+    ///
+    /// # Errors
+    ///
+    /// As [`choose`].
+    pub fn new(request: &'a PlanRequest<'a>) -> Result<Planner<'a>, PlanError> {
+        let budget = check_request(request)?;
+        let forced = check_forced(request)?;
+        let cases = cases(request, &forced)?;
+        let page = request.profile.memory.page_bytes.value;
+        let bytes = |model: &LayerModel| {
+            let (gate_up, down) = model.bytes(page);
+            (gate_up + down) * model.n_expert() as u64
+        };
+        let layer_bytes: Vec<u64> = cases[1].models.iter().map(bytes).collect();
+        let domains = place::domains(&layer_bytes, request.domains);
+        let planner = Planner { request, budget, cases, domains };
+        check_forced_bytes(&planner.choices(), &planner.domains, budget)?;
+        Ok(planner)
+    }
+
+    /// The plan for the budget that was asked for.
+    ///
+    /// # Errors
+    ///
+    /// As [`choose`].
+    pub fn plan(&self) -> Result<Plan, PlanError> {
+        self.plan_at(Bytes(self.budget))
+    }
+
+    /// The plan for another budget: what [`choose`] gives when asked for it.
+    ///
+    /// # Errors
+    ///
+    /// As [`choose`].
+    pub fn plan_at(&self, budget: Bytes) -> Result<Plan, PlanError> {
+        let Planner { request, cases, domains, .. } = self;
+        let &PlanRequest { shape, profile, objective, .. } = *request;
+        check_window(budget, profile)?;
+        let mut selector = Selector::new(self);
+        check_forced_bytes(&selector.choices, domains, budget.0)?;
+        let (weights, states) = selector.states(budget.0);
+        let (likely, choices) = (&cases[1], &selector.choices);
+        let hot = [Regime::Decode, Regime::Prefill]
+            .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
+        let cuts = cuts(request, likely, &states, &hot);
+        let layers = layer_plans(shape, choices, domains, &states);
+        let chunks = place::place(&resident(choices, &layers, weights), request.domains, profile);
+        let footprint = place::footprint(&chunks, request.domains, profile)?;
+        let decode = forecast::forecast(shape, cases, Regime::Decode, &hot[0]);
+        let prefill = forecast::forecast(shape, cases, Regime::Prefill, &hot[1]);
+        let memory = memory(request, &footprint);
+        let hit_rates = forecast::hit_rates(shape, &request.routing, cases, &states);
+        let profile_digest = blake3::hash(&profile.to_json()?).to_hex().to_string();
+        Ok(Plan {
+            schema: document::SCHEMA.to_owned(),
+            verdict: forecast::verdict(&decode, &prefill, !request.force_hot.is_empty(), objective),
+            forecasts: vec![decode, prefill],
+            notes: notes(request, &layers, &likely.models, &hit_rates, &memory),
+            profile: ProfileId { name: profile.name.clone(), digest: profile_digest },
+            statistics: match request.routing {
+                Routing::Measured(statistics) => Some(statistics.digest()?),
+                Routing::Assumed(_) => None,
+            },
+            architecture: shape.architecture.clone(),
+            objective,
+            budget_bytes: budget.0,
+            window_bytes: profile.window().0,
+            n_domains: request.domains,
+            footprint,
+            hit_rates,
+            memory,
+            cuts,
+            layers,
+            chunks,
+        })
+    }
+
+    /// The smallest budget that can be planned with: what the experts named by the user need in the fullest domain.
+    pub fn least_budget(&self) -> Bytes {
+        let mut needed = vec![0u64; self.request.domains as usize];
+        for (choice, &domain) in self.choices().iter().zip(&self.domains) {
+            needed[domain as usize] += choice.bytes_of(choice.base());
         }
-    };
-    let hot = [Regime::Decode, Regime::Prefill]
-        .map(|regime| best_hot(request, likely, &choices, &domains, &states, regime, weights));
-    let cuts = cuts(request, likely, &states, &hot);
-    let layers = layer_plans(shape, &choices, &domains, &states);
-    let chunks = place::place(&resident(&choices, &layers, weights), request.domains, profile);
-    let footprint = place::footprint(&chunks, request.domains, profile)?;
-    let decode = forecast::forecast(shape, &cases, Regime::Decode, &hot[0]);
-    let prefill = forecast::forecast(shape, &cases, Regime::Prefill, &hot[1]);
-    let memory = memory(request, &footprint);
-    let hit_rates = forecast::hit_rates(shape, &request.routing, &cases, &states);
-    let profile_digest = blake3::hash(&profile.to_json()?).to_hex().to_string();
-    Ok(Plan {
-        schema: document::SCHEMA.to_owned(),
-        verdict: forecast::verdict(&decode, &prefill, !request.force_hot.is_empty(), objective),
-        forecasts: vec![decode, prefill],
-        notes: notes(request, &layers, &likely.models, &hit_rates, &memory),
-        profile: ProfileId { name: profile.name.clone(), digest: profile_digest },
-        statistics: match request.routing {
-            Routing::Measured(statistics) => Some(statistics.digest()?),
-            Routing::Assumed(_) => None,
-        },
-        architecture: shape.architecture.clone(),
-        objective,
-        budget_bytes: budget,
-        window_bytes: profile.window().0,
-        n_domains: request.domains,
-        footprint,
-        hit_rates,
-        memory,
-        cuts,
-        layers,
-        chunks,
-    })
+        Bytes(needed.into_iter().max().unwrap_or(0))
+    }
+
+    fn choices(&self) -> Vec<Choices<'_>> {
+        let likely = &self.cases[1];
+        let page = self.request.profile.memory.page_bytes.value;
+        let curves = likely.decode.iter().zip(&likely.prefill);
+        let choices = likely.models.iter().zip(curves);
+        choices.map(|(model, (decode, prefill))| Choices::new(model, decode, prefill, page)).collect()
+    }
 }
 
 /// The layers of a model as routing statistics name them.
@@ -288,10 +348,13 @@ fn check_request(request: &PlanRequest<'_>) -> Result<u64, PlanError> {
     let window = profile.window();
     let default = Bytes(profile.memory.budget_bytes.value).min(window);
     let budget = request.budget.unwrap_or(default);
-    if budget > window {
-        return Err(PlanError::OverWindow { budget, window });
-    }
+    check_window(budget, profile)?;
     Ok(budget.0)
+}
+
+fn check_window(budget: Bytes, profile: &DeviceProfile) -> Result<(), PlanError> {
+    let window = profile.window();
+    if budget > window { Err(PlanError::OverWindow { budget, window }) } else { Ok(()) }
 }
 
 /// The experts to be hot, by layer; each once.
@@ -360,59 +423,86 @@ fn models(
     request.shape.moe_layers.iter().zip(&routing).zip(forced).map(model).collect()
 }
 
-/// The states of all layers, domain by domain. Without weights by hits.
-fn select_all(
-    choices: &[Choices<'_>],
-    domains: &[u32],
-    n_domains: u32,
-    weights: Option<Weights>,
-    budget: u64,
-) -> Vec<State> {
-    let mut states = vec![State::default(); choices.len()];
-    for domain in 0..n_domains {
-        let layers: Vec<usize> = (0..choices.len()).filter(|&layer| domains[layer] == domain).collect();
-        let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &choices[layer]).collect();
-        let chosen = match weights {
-            Some(weights) => select::by_value(&mine, weights, budget),
-            None => select::by_hits(&mine, budget),
-        };
-        for (&layer, state) in layers.iter().zip(chosen) {
-            states[layer] = state;
-        }
-    }
-    states
+/// Selects the states of all layers for one budget after the other; what no budget changes is kept.
+struct Selector<'p> {
+    planner: &'p Planner<'p>,
+    choices: Vec<Choices<'p>>,
+    /// For each domain its layers.
+    layers: Vec<Vec<usize>>,
+    /// For weights met before, each domain's hulls.
+    climbs: Vec<(Weights, Vec<Climb>)>,
 }
 
-/// Selects for the regimes that gain enough: one that does not is left out and its share of the window given to the
-/// other.
-fn worth_it(
-    request: &PlanRequest<'_>,
-    likely: &Case,
-    choices: &[Choices<'_>],
-    domains: &[u32],
-    select: impl Fn(Option<Weights>) -> Vec<State>,
-) -> (Weights, Vec<State>) {
-    let mut weights = match request.objective {
-        Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
-        Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
-        Objective::Auto | Objective::Hits => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
-    };
-    loop {
-        let states = select(Some(weights));
-        let gains = |regime| {
-            let hot = best_hot(request, likely, choices, domains, &states, regime, Some(weights));
-            let base: Vec<Hot> = hots(choices, domains, |choice| choice.base().gate_up, &states);
-            hot.iter().zip(&base).any(|(hot, base)| hot.gate_up > base.gate_up)
+impl<'p> Selector<'p> {
+    fn new(planner: &'p Planner<'p>) -> Selector<'p> {
+        let choices = planner.choices();
+        let of = |domain| (0..choices.len()).filter(|&layer| planner.domains[layer] == domain).collect();
+        let layers = (0..planner.request.domains).map(of).collect();
+        Selector { planner, choices, layers, climbs: Vec::new() }
+    }
+
+    /// The states, and the weights that they were chosen with: none where they were chosen by hits.
+    ///
+    /// A regime that does not gain enough is left out and its share of the window given to the other.
+    fn states(&mut self, budget: u64) -> (Option<Weights>, Vec<State>) {
+        let mut weights = match self.planner.request.objective {
+            Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
+            Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
+            Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
+            Objective::Hits => return (None, self.select(None, budget)),
         };
-        let (decode, prefill) = (gains(Regime::Decode), gains(Regime::Prefill));
-        let less = Weights {
-            decode: if decode { weights.decode } else { 0.0 },
-            prefill: if prefill { weights.prefill } else { 0.0 },
-        };
-        if less == weights {
-            return (weights, states);
+        loop {
+            let states = self.select(Some(weights), budget);
+            let (decode, prefill) =
+                (self.gains(Regime::Decode, weights, &states), self.gains(Regime::Prefill, weights, &states));
+            let less = Weights {
+                decode: if decode { weights.decode } else { 0.0 },
+                prefill: if prefill { weights.prefill } else { 0.0 },
+            };
+            if less == weights {
+                return (Some(weights), states);
+            }
+            weights = less;
         }
-        weights = less;
+    }
+
+    /// Whether a regime has more hot than the user named.
+    fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
+        let Planner { request, cases, domains, .. } = self.planner;
+        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, Some(weights));
+        let base: Vec<Hot> = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
+        hot.iter().zip(&base).any(|(hot, base)| hot.gate_up > base.gate_up)
+    }
+
+    /// The states of all layers, domain by domain. Without weights by hits.
+    fn select(&mut self, weights: Option<Weights>, budget: u64) -> Vec<State> {
+        let at = weights.map(|weights| self.climbs(weights));
+        let mut states = vec![State::default(); self.choices.len()];
+        for (domain, layers) in self.layers.iter().enumerate() {
+            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
+            let chosen = match at {
+                Some(at) => self.climbs[at].1[domain].states(&mine, self.climbs[at].0, budget),
+                None => select::by_hits(&mine, budget),
+            };
+            for (&layer, state) in layers.iter().zip(chosen) {
+                states[layer] = state;
+            }
+        }
+        states
+    }
+
+    /// Where the hulls for these weights are kept.
+    fn climbs(&mut self, weights: Weights) -> usize {
+        if let Some(at) = self.climbs.iter().position(|(known, _)| *known == weights) {
+            return at;
+        }
+        let climb = |layers: &Vec<usize>| {
+            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
+            Climb::new(&mine, weights)
+        };
+        let climbs = self.layers.iter().map(climb).collect();
+        self.climbs.push((weights, climbs));
+        self.climbs.len() - 1
     }
 }
 

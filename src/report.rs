@@ -5,6 +5,7 @@
 
 mod conversion;
 mod exporting;
+mod explaining;
 mod inspection;
 mod planning;
 mod running;
@@ -15,6 +16,7 @@ use serde::Serialize;
 pub use conversion::ConvertDocument;
 pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
+pub use explaining::{PlanDocument, planned};
 pub use planning::{plan, routing};
 pub use running::{
     ComparisonPart, ContextPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, TurnPart, run,

@@ -80,6 +80,9 @@ fn json_conforms_to_the_schemas() {
     let convert = conforms(&json("orkpack", &convert), "convert.schema.json");
     assert!(convert["hot_matrices"].as_u64().unwrap() > 0 && convert["mean_error"].as_f64().unwrap() > 0.0);
     conforms(&json("orkpack", &["plan", model, "--json"]), "plan.schema.json");
+    let explained = ["plan", model, "--json", "--explain", "1:0,1:11", "--explain", "2:3"];
+    let explained = conforms(&json("orkpack", &explained), "plan.schema.json");
+    assert_eq!(explained["explanations"].as_array().unwrap().len(), 3);
     conforms(
         &fs::read_to_string(path.join("tiny-moe-q4_k_m.routing.json")).unwrap(),
         "statistics.schema.json",
@@ -142,6 +145,8 @@ fn failures_are_one_line_with_the_right_code() {
         Case { words: &["plan", "model.gguf", "--require-gain", "50"], code: 1, says: "below the required" },
         Case { words: &["plan", "model.gguf", "--force-hot", "0:99"], code: 2, says: "0:99" },
         Case { words: &["plan", "model.gguf", "--force-hot", "zero"], code: 2, says: "LAYER:EXPERT" },
+        Case { words: &["plan", "model.gguf", "--explain", "0:99"], code: 2, says: "its experts are 0 to" },
+        Case { words: &["plan", "model.gguf", "--explain", "9:0"], code: 2, says: "layer has no experts" },
         Case { words: &["plan"], code: 2, says: "several models in this folder" },
         Case { words: &["verify", "gone.orkpack"], code: 2, says: "gone.orkpack" },
         Case { words: &["inspect", "text.gguf"], code: 2, says: "neither a GGUF nor a pack" },

@@ -26,6 +26,7 @@ mod model;
 mod options;
 mod pack;
 mod plan;
+mod plan_views;
 mod quantize;
 mod reference;
 mod regression;

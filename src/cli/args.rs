@@ -176,6 +176,9 @@ pub struct PlanArgs {
     /// Write the plan to a file, for `convert --plan`
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Say of experts why they are in or out, and at which budget that would turn, as LAYER:EXPERT
+    #[arg(long, value_name = "L:E", value_delimiter = ',', value_parser = layer_expert, conflicts_with = "plan")]
+    pub explain: Vec<(LayerId, ExpertId)>,
     /// Exit with 1 unless the plan is that many times as fast as the CPU alone, in decode or prefill
     #[arg(long, value_name = "X")]
     pub require_gain: Option<f64>,

@@ -8,11 +8,11 @@ use super::convert::choice;
 use super::output::{Output, say};
 use super::{Done, n_threads, terminal, the_model_here};
 use crate::bytes::{Io, Limits};
-use crate::convert::{StatisticsFrom, Subject, choose, find, find_or_run, limits, write_beside};
+use crate::convert::{StatisticsFrom, Subject, find, find_or_run, limits, request, write_beside};
 use crate::error::{AtFile, Error};
 use crate::model::Outline;
-use crate::plan::{Plan, Routing, Skew};
-use crate::report;
+use crate::plan::{Plan, Planner, Routing, Skew};
+use crate::report::{self, PlanDocument};
 use crate::source;
 
 pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
@@ -46,29 +46,32 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
         Some(found) => Routing::Measured(&found.statistics),
         None => Routing::Assumed(Skew::RANGE),
     };
-    let plan = match &arguments.choice.plan {
-        Some(file) => {
-            let plan = Plan::from_json(&std::fs::read(file).at(file)?).at(file)?;
-            plan.check(outline.shape(), &choice.profile).at(file)?;
-            plan
-        }
-        None => choose(outline.shape(), known, &choice)?,
-    };
-    let json = plan.to_json()?;
+    if let Some(file) = &arguments.choice.plan {
+        let plan = Plan::from_json(&std::fs::read(file).at(file)?).at(file)?;
+        plan.check(outline.shape(), &choice.profile).at(file)?;
+        return finish(&arguments, &PlanDocument::of(&plan), &format!("as in {}", file.display()));
+    }
+    let request = request(outline.shape(), known, &choice);
+    let planner = Planner::new(&request)?;
+    let plan = planner.plan()?;
+    let document =
+        PlanDocument { explanations: planner.explain(&plan, &arguments.explain)?, ..PlanDocument::of(&plan) };
+    finish(&arguments, &document, &report::routing(found.as_ref()))
+}
+
+/// Writes and prints what was planned, and says whether it gains as much as is required.
+fn finish(arguments: &PlanArgs, document: &PlanDocument<'_>, source: &str) -> Done {
+    let (plan, common) = (document.plan, &arguments.common);
     if let Some(output) = &arguments.output {
-        write_beside(output, &json)?;
+        write_beside(output, &plan.to_json()?)?;
         say(common.quiet, &format!("plan written to {}", output.display()));
     }
     if common.json {
-        Output::new().bytes(&json)?;
+        Output::new().json(document)?;
     } else {
-        let source = match &arguments.choice.plan {
-            Some(file) => format!("as in {}", file.display()),
-            None => report::routing(found.as_ref()),
-        };
-        Output::new().text(&report::plan(&plan, &source))?;
+        Output::new().text(&report::planned(document, source))?;
     }
-    Ok(gain(&plan, arguments.require_gain, common.quiet)?)
+    Ok(gain(plan, arguments.require_gain, common.quiet)?)
 }
 
 /// 0 when some regime's planned speed is at least `least` times the CPU's.

@@ -81,6 +81,11 @@ impl<'a> Choices<'a> {
         self.base
     }
 
+    /// What can be resident at most.
+    pub fn most(&self) -> State {
+        self.most
+    }
+
     pub fn bytes_of(&self, state: State) -> u64 {
         state.gate_up as u64 * self.bytes.0 + state.down as u64 * self.bytes.1
     }
@@ -161,40 +166,56 @@ fn slope(a: Point, b: Point) -> f64 {
     (b.value - a.value) / (b.bytes.saturating_sub(a.bytes)).max(1) as f64
 }
 
-/// The states of the layers of one domain, by value per byte.
-pub(super) fn by_value(choices: &[&Choices<'_>], weights: Weights, budget: u64) -> Vec<State> {
-    let points: Vec<Vec<Point>> = choices.iter().map(|choice| choice.points(weights)).collect();
-    let hulls: Vec<Vec<Point>> = points.iter().map(|points| hull(points)).collect();
-    let mut states: Vec<State> = choices.iter().map(|choice| choice.base()).collect();
-    let mut left =
-        budget.saturating_sub(choices.iter().map(|choice| choice.bytes_of(choice.base())).sum::<u64>());
-    let mut steps: Vec<(f64, usize, Point)> = Vec::new();
-    for (layer, hull) in hulls.iter().enumerate() {
-        steps.extend(hull.windows(2).map(|pair| (slope(pair[0], pair[1]), layer, pair[1])));
+/// The layers of one domain as they are climbed, whatever the budget.
+pub(super) struct Climb {
+    /// Each layer's states, by bytes.
+    points: Vec<Vec<Point>>,
+    /// The steps of all hulls, steepest first: slope, layer, end.
+    steps: Vec<(f64, usize, Point)>,
+}
+
+impl Climb {
+    pub fn new(choices: &[&Choices<'_>], weights: Weights) -> Climb {
+        let points: Vec<Vec<Point>> = choices.iter().map(|choice| choice.points(weights)).collect();
+        let mut steps: Vec<(f64, usize, Point)> = Vec::new();
+        for (layer, points) in points.iter().enumerate() {
+            let hull = hull(points);
+            steps.extend(hull.windows(2).map(|pair| (slope(pair[0], pair[1]), layer, pair[1])));
+        }
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.bytes.cmp(&b.2.bytes)));
+        Climb { points, steps }
     }
-    steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.bytes.cmp(&b.2.bytes)));
-    let mut closed = vec![false; choices.len()];
-    for (_, layer, point) in steps {
-        if closed[layer] {
-            continue;
+
+    /// The states by value per byte, for the choices and weights that the climb was made of.
+    pub fn states(&self, choices: &[&Choices<'_>], weights: Weights, budget: u64) -> Vec<State> {
+        let mut states: Vec<State> = choices.iter().map(|choice| choice.base()).collect();
+        let base = choices.iter().map(|choice| choice.bytes_of(choice.base())).sum::<u64>();
+        let mut left = budget.saturating_sub(base);
+        let mut closed = vec![false; choices.len()];
+        for &(_, layer, point) in &self.steps {
+            if closed[layer] {
+                continue;
+            }
+            let now = choices[layer].bytes_of(states[layer]);
+            if point.bytes - now <= left {
+                left -= point.bytes - now;
+                states[layer] = point.state;
+                continue;
+            }
+            // The step is too long: the best of this layer's states that still fits.
+            closed[layer] = true;
+            let value = choices[layer].value(states[layer], weights);
+            let fits = self.points[layer]
+                .iter()
+                .filter(|p| p.bytes > now && p.bytes - now <= left && p.value > value);
+            if let Some(best) = fits.max_by(|a, b| a.value.total_cmp(&b.value).then(b.bytes.cmp(&a.bytes))) {
+                left -= best.bytes - now;
+                states[layer] = best.state;
+            }
         }
-        let now = choices[layer].bytes_of(states[layer]);
-        if point.bytes - now <= left {
-            left -= point.bytes - now;
-            states[layer] = point.state;
-            continue;
-        }
-        // The step is too long: the best of this layer's states that still fits.
-        closed[layer] = true;
-        let value = choices[layer].value(states[layer], weights);
-        let fits = points[layer].iter().filter(|p| p.bytes > now && p.bytes - now <= left && p.value > value);
-        if let Some(best) = fits.max_by(|a, b| a.value.total_cmp(&b.value).then(b.bytes.cmp(&a.bytes))) {
-            left -= best.bytes - now;
-            states[layer] = best.state;
-        }
+        fill(choices, weights, left, &mut states);
+        states
     }
-    fill(choices, weights, left, &mut states);
-    states
 }
 
 /// Takes single steps, the best per byte first, while any fits and gains.

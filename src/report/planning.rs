@@ -182,7 +182,7 @@ fn layers(plan: &Plan) -> String {
 }
 
 /// A plain table: numbers to the right, no lines between rows.
-fn table(head: &[&str]) -> Table {
+pub(super) fn table(head: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(head);
     for column in table.column_iter_mut().skip(1).take(head.len().saturating_sub(2)) {
@@ -191,12 +191,12 @@ fn table(head: &[&str]) -> Table {
     table
 }
 
-fn spread(range: &Range, digits: usize) -> String {
+pub(super) fn spread(range: &Range, digits: usize) -> String {
     let Range { low, value, high } = range;
     format!("{value:.digits$} ({low:.digits$}–{high:.digits$})")
 }
 
-fn word(basis: Basis) -> &'static str {
+pub(super) fn word(basis: Basis) -> &'static str {
     match basis {
         Basis::Measured => "measured",
         Basis::Simulated => "simulated",

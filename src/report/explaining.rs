@@ -1,0 +1,97 @@
+//! What was asked beyond the plan itself: single experts explained.
+
+use serde::Serialize;
+
+use super::planning::word;
+use crate::plan::{Calls, Explanation, Holds, Plan};
+use crate::units::Bytes;
+
+/// The plan as `--json` gives it: its document (schema: `formats/plan.schema.json`), and beside it what was asked.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanDocument<'a> {
+    /// The plan.
+    #[serde(flatten)]
+    pub plan: &'a Plan,
+    /// Of `--explain`, in the order asked.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub explanations: Vec<Explanation>,
+}
+
+impl<'a> PlanDocument<'a> {
+    /// A plan and nothing beside it.
+    pub fn of(plan: &'a Plan) -> PlanDocument<'a> {
+        PlanDocument { plan, explanations: Vec::new() }
+    }
+}
+
+/// The plan for people, then what was asked beside it; `source` says where its routing comes from.
+pub fn planned(document: &PlanDocument<'_>, source: &str) -> String {
+    let mut text = super::plan(document.plan, source);
+    for explanation in &document.explanations {
+        text += &explained(document.plan, explanation);
+    }
+    text
+}
+
+fn explained(plan: &Plan, why: &Explanation) -> String {
+    let Explanation { layer, expert, reason, .. } = why;
+    let held = match why.resident {
+        Some(Holds::Whole) => "in, whole",
+        Some(Holds::GateUp) => "in, gate and up only",
+        None => "out",
+    };
+    let used = match (why.resident, why.hot_in_decode, why.hot_in_prefill) {
+        (None, ..) => "",
+        (_, true, true) => "; used in decode and prefill",
+        (_, true, false) => "; used in decode only",
+        (_, false, true) => "; used in prefill only",
+        (_, false, false) => "; used in neither decode nor prefill",
+    };
+    let counted = |what: &str, calls: &Calls| {
+        format!(", {what} {:.2} % ({} of {})", 100.0 * calls.share, calls.calls, calls.of)
+    };
+    let calls = match (&why.calibration, &why.held_out) {
+        (Some(calibration), Some(held_out)) => {
+            counted("calibration", calibration) + &counted("held out", held_out)
+        }
+        (Some(calibration), None) => counted("calibration", calibration) + ", no held-out text",
+        (None, _) => ", not counted: which expert it is, is not known".to_owned(),
+    };
+    let seconds = |seconds: f64| format!("{:.1} µs", 1e6 * seconds);
+    let basis = word(why.seconds_basis);
+    format!(
+        "\nlayer {layer}, expert {expert}: {held}: {reason}{used}\n\
+         \x20 calls: {:.2} % of its layer's, as planned with{calls}, {}; even use would be {:.2} %\n\
+         \x20 rank: {} of {} in its layer\n\
+         \x20 bytes: {}\n\
+         \x20 saves: {} per decoded token, {} per prompt of 512 ({basis})\n\
+         \x20 turns: {}\n",
+        100.0 * why.share,
+        word(why.share_basis),
+        100.0 / f64::from(why.n_expert.max(1)),
+        why.rank,
+        why.n_expert,
+        Bytes(why.bytes),
+        seconds(why.decode_seconds),
+        seconds(why.prefill_seconds),
+        turns(plan, why)
+    )
+}
+
+/// At which budget it turns.
+fn turns(plan: &Plan, why: &Explanation) -> String {
+    let Some(bytes) = why.flip_bytes else {
+        return match why.resident {
+            Some(_) => "at no budget that can be planned with".to_owned(),
+            None => format!("at no budget up to the window, {}", Bytes(plan.window_bytes)),
+        };
+    };
+    let exact = match why.flip_is_exact {
+        true => "",
+        false => " (not every budget on the way was planned)",
+    };
+    match why.resident {
+        Some(_) => format!("in from {} ({bytes} bytes) on, out with a byte less{exact}", Bytes(bytes)),
+        None => format!("in at {} ({bytes} bytes), not at any budget before{exact}", Bytes(bytes)),
+    }
+}
