@@ -15,6 +15,7 @@ mod layer;
 mod place;
 mod routing;
 mod select;
+mod sweep;
 
 use std::rc::Rc;
 
@@ -28,6 +29,7 @@ pub use document::{
 pub use explain::{Calls, Explanation, Reason};
 pub use hits::prefix_hits;
 pub use routing::{Routing, Skew};
+pub use sweep::{SweepPoint, SweepSpeed, budgets};
 
 use crate::calibrate::{BATCHES, RoutedLayer, StatisticsError};
 use crate::model::{MatrixShape, ModelShape, MoeLayerShape};

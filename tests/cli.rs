@@ -80,6 +80,9 @@ fn json_conforms_to_the_schemas() {
     let convert = conforms(&json("orkpack", &convert), "convert.schema.json");
     assert!(convert["hot_matrices"].as_u64().unwrap() > 0 && convert["mean_error"].as_f64().unwrap() > 0.0);
     conforms(&json("orkpack", &["plan", model, "--json"]), "plan.schema.json");
+    let swept = ["plan", model, "--json", "--sweep", "0..8MiB"];
+    let swept = conforms(&json("orkpack", &swept), "plan.schema.json");
+    assert!((12..=16).contains(&swept["sweep"].as_array().unwrap().len()));
     let explained = ["plan", model, "--json", "--explain", "1:0,1:11", "--explain", "2:3"];
     let explained = conforms(&json("orkpack", &explained), "plan.schema.json");
     assert_eq!(explained["explanations"].as_array().unwrap().len(), 3);
@@ -147,6 +150,13 @@ fn failures_are_one_line_with_the_right_code() {
         Case { words: &["plan", "model.gguf", "--force-hot", "zero"], code: 2, says: "LAYER:EXPERT" },
         Case { words: &["plan", "model.gguf", "--explain", "0:99"], code: 2, says: "its experts are 0 to" },
         Case { words: &["plan", "model.gguf", "--explain", "9:0"], code: 2, says: "layer has no experts" },
+        Case { words: &["plan", "model.gguf", "--sweep", "1GiB..0"], code: 2, says: "begins above its end" },
+        Case { words: &["plan", "model.gguf", "--sweep", "1GiB"], code: 2, says: "is not A..B" },
+        Case {
+            words: &["plan", "model.gguf", "--sweep", "0..8GiB"],
+            code: 1,
+            says: "over the usable window",
+        },
         Case { words: &["plan"], code: 2, says: "several models in this folder" },
         Case { words: &["verify", "gone.orkpack"], code: 2, says: "gone.orkpack" },
         Case { words: &["inspect", "text.gguf"], code: 2, says: "neither a GGUF nor a pack" },

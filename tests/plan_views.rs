@@ -1,4 +1,4 @@
-//! What shows a plan from another side: single experts explained.
+//! What shows a plan from another side: single experts explained, other budgets.
 
 use orkpack::model::ModelShape;
 use orkpack::plan::{Explanation, Objective, PlanError, PlanRequest, Planner, Reason, Routing, Skew, choose};
@@ -174,4 +174,77 @@ fn experts_that_are_not_there_are_not_explained() {
     let text =
         report::planned(&PlanDocument { explanations: vec![why], ..PlanDocument::of(&plan) }, "assumed");
     assert!(text.contains("which expert it is, is not known, estimated"), "{text}");
+}
+
+#[test]
+fn a_sweep_takes_a_dozen_round_budgets_and_both_ends() {
+    const GIB: u64 = 1 << 30;
+    for (from, to) in [
+        (0, 7 * GIB / 2),
+        (1, 3 * GIB - 1),
+        (GIB, 3_955_228_672),
+        (0, 4096 * 15),
+        (123_456_789, 234_567_891),
+        (0, u64::MAX),
+        (u64::MAX - GIB, u64::MAX),
+    ] {
+        let budgets = orkpack::plan::budgets(Bytes(from), Bytes(to));
+        assert!((12..=16).contains(&budgets.len()), "{from}..{to}: {budgets:?}");
+        assert_eq!((budgets[0], budgets[budgets.len() - 1]), (Bytes(from), Bytes(to)));
+        assert!(budgets.is_sorted_by(|a, b| a < b), "{budgets:?}");
+        let step = budgets[2].0 - budgets[1].0;
+        assert!(budgets[1..budgets.len() - 1].iter().all(|budget| budget.0 % step == 0), "{budgets:?}");
+    }
+    assert_eq!(orkpack::plan::budgets(Bytes(5), Bytes(5)), [Bytes(5)]);
+    assert_eq!(orkpack::plan::budgets(Bytes(5), Bytes(9)), [Bytes(5), Bytes(9)]);
+}
+
+#[test]
+fn a_sweep_is_what_planning_each_budget_gives_and_never_slower_with_more() {
+    let (shape, profile) = (lfm(), rk3588());
+    let statistics = statistics(&shape, 2048, 3.0, 4);
+    let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
+    request.objective = Objective::Prefill;
+    let planner = Planner::new(&request).unwrap();
+    let sweep = planner.sweep(Bytes(0), profile.window()).unwrap();
+    let mut last = (0.0, 0.0, 0);
+    for point in &sweep {
+        let plan =
+            choose(&PlanRequest { budget: Some(Bytes(point.budget_bytes)), ..request.clone() }).unwrap();
+        assert_eq!(planner.plan_at(Bytes(point.budget_bytes)).unwrap(), plan);
+        assert_eq!(point.n_matrices, plan.matrices().count() as u64);
+        assert_eq!(
+            (point.decode.planned, point.prefill.planned),
+            (plan.forecasts[0].planned, plan.forecasts[1].planned)
+        );
+        assert_eq!(
+            (point.decode.verdict, point.prefill.verdict),
+            (plan.verdict.decode, plan.verdict.prefill)
+        );
+        assert_eq!(point.hit_rate, plan.hit_rates.overall);
+        // As in the property test: what is left at the end of a budget may be worth a thousandth.
+        assert!(
+            point.prefill.planned.value >= 0.999 * last.0,
+            "{} after {}",
+            point.prefill.planned.value,
+            last.0
+        );
+        assert!(point.decode.planned.value >= 0.999 * last.1);
+        assert!(point.weight_bytes >= last.2);
+        last = (point.prefill.planned.value, point.decode.planned.value, point.weight_bytes);
+    }
+    assert!(sweep[0].n_matrices == 0 && sweep[0].prefill.gain.value == 1.0);
+    assert!(sweep[sweep.len() - 1].prefill.gain.value > 1.5);
+    let error = planner.sweep(Bytes(0), Bytes(profile.window().0 + 1)).unwrap_err();
+    assert!(matches!(error, PlanError::OverWindow { .. }), "{error}");
+    // The document and the table.
+    let plan = planner.plan().unwrap();
+    let document = PlanDocument { sweep, ..PlanDocument::of(&plan) };
+    let json = serde_json::from_str(&report::json(&document).unwrap()).unwrap();
+    schema::check(&schema::load("plan.schema.json"), &json).unwrap();
+    let text = report::planned(&document, "counted");
+    assert!(text.contains("hit rates: held-out text, measured; speeds and gains: estimated"), "{text}");
+    let rows =
+        text.lines().filter(|line| [" prefill", " nothing"].iter().any(|end| line.trim_end().ends_with(end)));
+    assert_eq!(rows.count(), document.sweep.len(), "{text}");
 }

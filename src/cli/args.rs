@@ -139,6 +139,15 @@ fn layer_expert(text: &str) -> Result<(LayerId, ExpertId), String> {
     parse().ok_or_else(|| format!("`{text}` is not LAYER:EXPERT, as in 3:17"))
 }
 
+fn size_range(text: &str) -> Result<(Bytes, Bytes), String> {
+    let (from, to) = text.split_once("..").ok_or_else(|| format!("`{text}` is not A..B, as in 0..3.5GiB"))?;
+    let size = |text: &str| text.trim().parse::<Bytes>().map_err(|error| error.to_string());
+    match (size(from)?, size(to)?) {
+        (from, to) if from > to => Err(format!("`{text}` begins above its end")),
+        range => Ok(range),
+    }
+}
+
 /// Arguments of `orkpack convert`.
 #[derive(Clone, Debug, Args)]
 pub struct ConvertArgs {
@@ -179,6 +188,9 @@ pub struct PlanArgs {
     /// Say of experts why they are in or out, and at which budget that would turn, as LAYER:EXPERT
     #[arg(long, value_name = "L:E", value_delimiter = ',', value_parser = layer_expert, conflicts_with = "plan")]
     pub explain: Vec<(LayerId, ExpertId)>,
+    /// Plan for a dozen budgets, like 0..3.5GiB, both ends among them
+    #[arg(long, value_name = "A..B", value_parser = size_range, conflicts_with = "plan")]
+    pub sweep: Option<(Bytes, Bytes)>,
     /// Exit with 1 unless the plan is that many times as fast as the CPU alone, in decode or prefill
     #[arg(long, value_name = "X")]
     pub require_gain: Option<f64>,

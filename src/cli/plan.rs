@@ -54,8 +54,12 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let request = request(outline.shape(), known, &choice);
     let planner = Planner::new(&request)?;
     let plan = planner.plan()?;
-    let document =
-        PlanDocument { explanations: planner.explain(&plan, &arguments.explain)?, ..PlanDocument::of(&plan) };
+    let sweep = arguments.sweep.map(|(from, to)| planner.sweep(from, to)).transpose()?;
+    let document = PlanDocument {
+        plan: &plan,
+        explanations: planner.explain(&plan, &arguments.explain)?,
+        sweep: sweep.unwrap_or_default(),
+    };
     finish(&arguments, &document, &report::routing(found.as_ref()))
 }
 

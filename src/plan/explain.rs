@@ -193,10 +193,10 @@ impl Planner<'_> {
         if grain == 0 {
             return flips;
         }
-        let now = plan.budget_bytes / grain;
-        let least = self.least_budget().0.div_ceil(grain);
         // With everything resident nothing changes any more.
-        let most = plan.window_bytes.min(self.bytes_of_all(&selector.choices)) / grain;
+        let all = self.bytes_of_all(&selector.choices);
+        let least = self.least_budget().0.div_ceil(grain);
+        let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
             let (_, states) = selector.states(budget * grain);
             wanted.at < states[wanted.layer].gate_up

@@ -1,9 +1,9 @@
-//! What was asked beyond the plan itself: single experts explained.
+//! What was asked beyond the plan itself: single experts explained, other budgets.
 
 use serde::Serialize;
 
-use super::planning::word;
-use crate::plan::{Calls, Explanation, Holds, Plan};
+use super::planning::{spread, table, word};
+use crate::plan::{Advice, Calls, Explanation, Holds, Plan, SweepPoint, SweepSpeed};
 use crate::units::Bytes;
 
 /// The plan as `--json` gives it: its document (schema: `formats/plan.schema.json`), and beside it what was asked.
@@ -15,12 +15,15 @@ pub struct PlanDocument<'a> {
     /// Of `--explain`, in the order asked.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub explanations: Vec<Explanation>,
+    /// Of `--sweep`, by budget.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub sweep: Vec<SweepPoint>,
 }
 
 impl<'a> PlanDocument<'a> {
     /// A plan and nothing beside it.
     pub fn of(plan: &'a Plan) -> PlanDocument<'a> {
-        PlanDocument { plan, explanations: Vec::new() }
+        PlanDocument { plan, explanations: Vec::new(), sweep: Vec::new() }
     }
 }
 
@@ -30,7 +33,59 @@ pub fn planned(document: &PlanDocument<'_>, source: &str) -> String {
     for explanation in &document.explanations {
         text += &explained(document.plan, explanation);
     }
+    text += &swept(&document.sweep);
     text
+}
+
+/// Other budgets, a line each.
+fn swept(sweep: &[SweepPoint]) -> String {
+    let Some(first) = sweep.first() else { return String::new() };
+    let head = [
+        "budget",
+        "matrices",
+        "hit rate",
+        "decode, tokens/s",
+        "gain",
+        "prefill of 512",
+        "gain",
+        "use the NPU for",
+    ];
+    let mut table = table(&head);
+    for point in sweep {
+        let SweepPoint { decode, prefill, hit_rate, .. } = point;
+        let served = hit_rate.held_out.unwrap_or(hit_rate.calibration).value;
+        let gain = |speed: &SweepSpeed| format!("{:.2}×", speed.gain.value);
+        table.add_row([
+            Bytes(point.budget_bytes).to_string(),
+            point.n_matrices.to_string(),
+            format!("{:.1} %", 100.0 * served),
+            spread(&decode.planned, 1),
+            gain(decode),
+            spread(&prefill.planned, 1),
+            gain(prefill),
+            advised(decode.verdict, prefill.verdict).to_owned(),
+        ]);
+    }
+    let text = match first.hit_rate.held_out {
+        Some(_) => "held-out text",
+        None => "the text planned from",
+    };
+    format!(
+        "\n{table}\nhit rates: {text}, {}; speeds and gains: {}\n",
+        word(first.hit_rate_basis),
+        word(first.decode.basis)
+    )
+}
+
+/// What both verdicts come to.
+pub(super) fn advised(decode: Advice, prefill: Advice) -> &'static str {
+    match (decode, prefill) {
+        (Advice::AsAsked, _) | (_, Advice::AsAsked) => "as asked",
+        (Advice::Npu, Advice::Npu) => "both",
+        (Advice::Npu, Advice::CpuOnly) => "decode",
+        (Advice::CpuOnly, Advice::Npu) => "prefill",
+        (Advice::CpuOnly, Advice::CpuOnly) => "nothing",
+    }
 }
 
 fn explained(plan: &Plan, why: &Explanation) -> String {
