@@ -16,12 +16,14 @@ mod place;
 mod routing;
 mod select;
 mod sweep;
+mod times;
 
 use std::rc::Rc;
 
 use thiserror::Error;
 
 pub use capacity::{Capacity, Fit, capacity};
+pub use cost::Parts;
 pub use document::{
     Advice, Basis, Chunk, Cut, DomainFootprint, Footprint, Forecast, HitRate, HitRates, Holds, Item,
     LayerPlan, MatrixPlan, MemoryAccount, Note, Objective, Placed, Plan, ProfileId, Range, Regime, Verdict,
@@ -30,6 +32,7 @@ pub use explain::{Calls, Explanation, Reason};
 pub use hits::prefix_hits;
 pub use routing::{Routing, Skew};
 pub use sweep::{SweepPoint, SweepSpeed, budgets};
+pub use times::LayerTime;
 
 use crate::calibrate::{BATCHES, RoutedLayer, StatisticsError};
 use crate::model::{MatrixShape, ModelShape, MoeLayerShape};

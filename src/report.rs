@@ -7,6 +7,7 @@ mod conversion;
 mod exporting;
 mod explaining;
 mod inspection;
+mod page;
 mod planning;
 mod running;
 mod verification;
@@ -17,6 +18,7 @@ pub use conversion::ConvertDocument;
 pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
 pub use explaining::{PlanDocument, planned};
+pub use page::page;
 pub use planning::{plan, routing};
 pub use running::{
     ComparisonPart, ContextPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, TurnPart, run,

@@ -80,6 +80,18 @@ fn json_conforms_to_the_schemas() {
     let convert = conforms(&json("orkpack", &convert), "convert.schema.json");
     assert!(convert["hot_matrices"].as_u64().unwrap() > 0 && convert["mean_error"].as_f64().unwrap() > 0.0);
     conforms(&json("orkpack", &["plan", model, "--json"]), "plan.schema.json");
+    let reported = ["plan", model, "--json", "--report", "plan.html"];
+    assert!(conforms(&json("orkpack", &reported), "plan.schema.json")["times"].is_array());
+    let page = fs::read_to_string(path.join("plan.html")).unwrap();
+    assert!(page.contains("<title>Plan for tiny-moe-q4_k_m.gguf</title>"));
+    let refused = run("orkpack", path, &reported);
+    assert!(
+        refused.status.code() == Some(2) && stderr(&refused).contains("plan.html: exists already; --force")
+    );
+    assert_eq!(json("orkpack", &[&reported[..], &["--force"]].concat()).lines().count(), 1);
+    assert_eq!(fs::read_to_string(path.join("plan.html")).unwrap(), page);
+    let own = run("orkpack", path, &["plan", model, "--report", model, "--force"]);
+    assert!(own.status.code() == Some(2) && stderr(&own).contains("is the input itself"));
     let swept = ["plan", model, "--json", "--sweep", "0..8MiB"];
     let swept = conforms(&json("orkpack", &swept), "plan.schema.json");
     assert!((12..=16).contains(&swept["sweep"].as_array().unwrap().len()));

@@ -1,4 +1,4 @@
-//! What shows a plan from another side: single experts explained, other budgets.
+//! What shows a plan from another side: single experts explained, other budgets, the page.
 
 use orkpack::model::ModelShape;
 use orkpack::plan::{Explanation, Objective, PlanError, PlanRequest, Planner, Reason, Routing, Skew, choose};
@@ -247,4 +247,139 @@ fn a_sweep_is_what_planning_each_budget_gives_and_never_slower_with_more() {
     let rows =
         text.lines().filter(|line| [" prefill", " nothing"].iter().any(|end| line.trim_end().ends_with(end)));
     assert_eq!(rows.count(), document.sweep.len(), "{text}");
+}
+
+#[test]
+fn the_parts_of_a_phase_are_its_time() {
+    use orkpack::plan::cost::{Bound, Load, Phase, Rates};
+    let mut rng = crate::support::routed::Rng::new(8);
+    let likely = Rates::of(&rk3588(), Bound::Likely);
+    for round in 0..4000 {
+        let rates = Rates { serial: round % 7 == 0, ..likely };
+        let load = |seconds: f64, share: f64| Load { seconds, bytes: seconds * share * 24e9 };
+        let mut side = || load([0.0, 1e-5, 1e-4, 1e-3][rng.below(4) as usize] * rng.unit(), rng.unit());
+        let (npu, cpu) = (side(), side());
+        let phase = Phase { npu, cpu, submits: f64::from(npu.seconds > 0.0) };
+        let (parts, seconds) = (rates.phase_parts(&phase), rates.phase_seconds(&phase));
+        assert!([parts.cpu, parts.both, parts.npu, parts.start].iter().all(|part| *part >= 0.0), "{parts:?}");
+        // Rounding only: the terms are the same in another order.
+        assert!((parts.seconds() - seconds).abs() <= 1e-12 * seconds.max(1e-9), "{parts:?} of {seconds}");
+    }
+}
+
+/// Everything of a page that `name` and the request give.
+fn page_of(request: &PlanRequest<'_>, name: &str) -> (String, orkpack::plan::Plan) {
+    let planner = Planner::new(request).unwrap();
+    let plan = planner.plan().unwrap();
+    let document = PlanDocument {
+        sweep: planner.sweep(planner.least_budget(), request.profile.window()).unwrap(),
+        times: planner.layer_times(&plan),
+        ..PlanDocument::of(&plan)
+    };
+    let json = serde_json::from_str(&report::json(&document).unwrap()).unwrap();
+    schema::check(&schema::load("plan.schema.json"), &json).unwrap();
+    (report::page(&document, name, "counted & kept"), plan)
+}
+
+/// Checks that a page is well-formed XML of the plain kind: elements closed in order, attributes quoted and each
+/// once, known entities only. Gives the elements' names.
+fn well_formed(page: &str) -> Vec<String> {
+    let mut rest = page.strip_prefix("<!DOCTYPE html>").expect("a document type");
+    let (mut open, mut names): (Vec<String>, Vec<String>) = (Vec::new(), Vec::new());
+    let text = |text: &str| {
+        assert!(!text.contains('>') && !text.contains('\0'), "{text}");
+        for entity in text.split('&').skip(1) {
+            let name = entity.split_once(';').unwrap_or_else(|| panic!("& in {text}")).0;
+            assert!(["amp", "lt", "gt", "quot", "#39"].contains(&name), "&{name};");
+        }
+    };
+    while let Some((before, tag)) = rest.split_once('<') {
+        text(before);
+        let (tag, after) = tag.split_once('>').expect("an end of the tag");
+        rest = after;
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop().as_deref(), Some(name));
+            continue;
+        }
+        let (tag, is_empty) = tag.strip_suffix('/').map_or((tag, false), |tag| (tag, true));
+        let (name, mut attributes) = tag.split_once(' ').unwrap_or((tag, ""));
+        assert!(name.bytes().all(|b| b.is_ascii_alphanumeric()) && !name.is_empty(), "<{tag}>");
+        let mut known = Vec::new();
+        while !attributes.trim().is_empty() {
+            let (key, value) = attributes.trim_start().split_once("=\"").expect("a quoted attribute");
+            let (value, more) = value.split_once('"').expect("an end of the attribute");
+            text(value);
+            assert!(!known.contains(&key) && !key.contains(' '), "{key} in <{tag}>");
+            known.push(key);
+            attributes = more;
+        }
+        names.push(name.to_owned());
+        if !is_empty {
+            open.push(name.to_owned());
+        }
+    }
+    assert!(open.is_empty() && rest.trim().is_empty(), "{open:?} are open");
+    names
+}
+
+#[test]
+fn the_page_is_whole_well_formed_and_asks_for_nothing() {
+    let profile = rk3588();
+    let (large, small) = (lfm(), shape(2, 8, 2, 512, 512, Dtype::Q8_0));
+    let hostile = "</title><script>alert(1)</script> & \"o'k\" \u{202e}\u{7}\u{ffff}";
+    for (shape, measured, budget) in
+        [(&large, true, 1200), (&large, false, 300), (&small, true, 0), (&small, true, 2)]
+    {
+        let statistics = statistics(shape, 700, 3.0, 2);
+        let routing = if measured { Routing::Measured(&statistics) } else { Routing::Assumed(Skew::RANGE) };
+        let mut odd = shape.clone();
+        odd.architecture = "<b onclick=\"x\">".to_owned();
+        let mut request = PlanRequest::new(&odd, routing, &profile);
+        request.budget = Some(Bytes(budget * MIB));
+        let (page, plan) = page_of(&request, hostile);
+        let names = well_formed(&page);
+        let n = |name: &str| names.iter().filter(|found| *found == name).count();
+        assert_eq!((n("script"), n("link"), n("img"), n("b"), n("html"), n("body")), (0, 0, 0, 0, 1, 1));
+        for outside in ["src=", "href=", "url(", "@import", "\u{202e}", "\u{7}", "\u{ffff}"] {
+            assert!(!page.contains(outside), "{outside:?}");
+        }
+        // The only addresses name the languages of the document.
+        assert_eq!(page.matches("://").count(), page.matches("xmlns=\"http://www.w3.org/").count());
+        assert!(
+            page.contains("&lt;script&gt;alert(1)&lt;/script&gt; &amp;")
+                && page.contains("counted &amp; kept")
+        );
+        assert!(page.contains("prefers-color-scheme:dark") && page.contains("name=\"viewport\""));
+        assert!(page.contains(&plan.verdict.sentence));
+        // A cell for each expert, an outline for each resident one.
+        let cells: u32 = plan.layers.iter().map(|layer| layer.n_expert).sum();
+        let resident: u32 = plan.layers.iter().map(|layer| layer.resident).sum();
+        assert_eq!(page.matches("<rect class=\"call\"").count(), cells as usize);
+        assert_eq!(page.matches("<rect class=\"hot\"").count(), resident as usize);
+        assert_eq!(page.matches("text set aside").count() > 0 && !page.contains("no text was"), measured);
+    }
+}
+
+#[test]
+fn the_times_of_the_layers_are_the_predicted_speed() {
+    use orkpack::plan::cost::{Bound, Rates};
+    let (shape, profile) = (lfm(), rk3588());
+    let statistics = statistics(&shape, 700, 3.0, 2);
+    let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
+    for objective in [Objective::Auto, Objective::Hits] {
+        request.objective = objective;
+        let planner = Planner::new(&request).unwrap();
+        let plan = planner.plan().unwrap();
+        let times = planner.layer_times(&plan);
+        let rates = Rates::of(&profile, Bound::Likely);
+        for (regime, forecast) in plan.forecasts.iter().enumerate() {
+            let layers = times.iter().map(|time| [time.decode, time.prefill][regime].seconds()).sum::<f64>();
+            let seconds = rates.dense_seconds(&shape, forecast.tokens) + layers;
+            let speed = f64::from(forecast.tokens) / seconds;
+            // Both are kept to nine digits.
+            assert!((speed / forecast.planned.value - 1.0).abs() < 1e-6, "{speed} {:?}", forecast.planned);
+        }
+        assert!(times.iter().all(|time| time.prefill.both > 0.0));
+        assert_eq!(times[0].decode.npu > 0.0, objective == Objective::Hits);
+    }
 }

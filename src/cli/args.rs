@@ -191,6 +191,12 @@ pub struct PlanArgs {
     /// Plan for a dozen budgets, like 0..3.5GiB, both ends among them
     #[arg(long, value_name = "A..B", value_parser = size_range, conflicts_with = "plan")]
     pub sweep: Option<(Bytes, Bytes)>,
+    /// Write the plan as one page for a browser, which needs no scripts and nothing from elsewhere
+    #[arg(long, value_name = "FILE", conflicts_with = "plan")]
+    pub report: Option<PathBuf>,
+    /// Replace an existing report
+    #[arg(long, requires = "report")]
+    pub force: bool,
     /// Exit with 1 unless the plan is that many times as fast as the CPU alone, in decode or prefill
     #[arg(long, value_name = "X")]
     pub require_gain: Option<f64>,

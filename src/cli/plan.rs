@@ -1,5 +1,6 @@
 //! `orkpack plan`.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -14,11 +15,15 @@ use crate::model::Outline;
 use crate::plan::{Plan, Planner, Routing, Skew};
 use crate::report::{self, PlanDocument};
 use crate::source;
+use crate::units::Bytes;
 
 pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
     let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
     let path = source::locate(&path).at(&path)?;
+    if let Some(report) = &arguments.report {
+        check_report(report, &path, arguments.force)?;
+    }
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     let source = opened.source();
     let outline = Outline::of(source.as_ref()).at(&path)?;
@@ -54,13 +59,37 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let request = request(outline.shape(), known, &choice);
     let planner = Planner::new(&request)?;
     let plan = planner.plan()?;
-    let sweep = arguments.sweep.map(|(from, to)| planner.sweep(from, to)).transpose()?;
-    let document = PlanDocument {
+    let window = plan.window_bytes;
+    let range = match (arguments.sweep, &arguments.report) {
+        (None, Some(_)) => Some((planner.least_budget(), Bytes(window))),
+        (range, _) => range,
+    };
+    let mut document = PlanDocument {
         plan: &plan,
         explanations: planner.explain(&plan, &arguments.explain)?,
-        sweep: sweep.unwrap_or_default(),
+        sweep: range.map(|(from, to)| planner.sweep(from, to)).transpose()?.unwrap_or_default(),
+        times: Vec::new(),
     };
-    finish(&arguments, &document, &report::routing(found.as_ref()))
+    let source = report::routing(found.as_ref());
+    if let Some(report) = &arguments.report {
+        document.times = planner.layer_times(&plan);
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+        write_beside(report, report::page(&document, &name, &source).as_bytes())?;
+        say(common.quiet, &format!("report written to {}", report.display()));
+    }
+    finish(&arguments, &document, &source)
+}
+
+/// Refuses a report that would replace a file unasked, or the model.
+fn check_report(report: &Path, model: &Path, force: bool) -> Result<(), Error> {
+    let real = |path: &Path| path.canonicalize().ok();
+    if real(report).is_some() && real(report) == real(model) {
+        return Err(Error::usage("is the input itself; choose another report").or_at(report));
+    }
+    if report.exists() && !force {
+        return Err(Error::usage("exists already; --force replaces it").or_at(report));
+    }
+    Ok(())
 }
 
 /// Writes and prints what was planned, and says whether it gains as much as is required.

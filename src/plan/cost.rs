@@ -55,6 +55,26 @@ pub struct Load {
     pub bytes: f64,
 }
 
+/// Where the time of a phase goes, seconds; together it is the phase's time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Parts {
+    /// The CPU works, the NPU does not, or is being started.
+    pub cpu: f64,
+    /// Both work.
+    pub both: f64,
+    /// The NPU works and the CPU waits for it.
+    pub npu: f64,
+    /// Nothing works: the NPU is being started.
+    pub start: f64,
+}
+
+impl Parts {
+    /// All of it.
+    pub fn seconds(&self) -> f64 {
+        self.cpu + self.both + self.npu + self.start
+    }
+}
+
 /// What both sides do until they join: gate and up of a layer, or down.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Phase {
@@ -155,6 +175,23 @@ impl Rates {
             cpu_end + npu - cpu_end / npu_slower
         };
         start + both
+    }
+
+    /// What the seconds of [`Rates::phase_seconds`] are made of.
+    pub fn phase_parts(&self, phase: &Phase) -> Parts {
+        let start = phase.submits * (self.submit - self.program).max(0.0);
+        let (npu, cpu) = (phase.npu.seconds, phase.cpu.seconds);
+        if self.serial {
+            return Parts { cpu, both: 0.0, npu, start };
+        }
+        if npu <= 0.0 || cpu <= start {
+            return Parts { cpu, both: 0.0, npu, start: (start - cpu).max(0.0) };
+        }
+        let (npu_slower, cpu_slower) = self.slowdown(phase);
+        let (npu_end, cpu_end) = (npu * npu_slower, (cpu - start) * cpu_slower);
+        let both = npu_end.min(cpu_end);
+        let (npu, cpu) = (npu - both / npu_slower, cpu - start - both / cpu_slower);
+        Parts { cpu: start + cpu.max(0.0), both, npu: npu.max(0.0), start: 0.0 }
     }
 
     /// Seconds of one layer's experts: its phases one after the other.

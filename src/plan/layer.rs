@@ -122,6 +122,11 @@ impl LayerModel {
 
     /// One token: each phase over the distribution of hits.
     pub fn decode(&self, rates: &Rates) -> Curves {
+        self.decode_by(rates, &|phase| rates.phase_seconds(phase))
+    }
+
+    /// The same of another measure of a phase than its seconds.
+    pub fn decode_by(&self, rates: &Rates, measure: &dyn Fn(&Phase) -> f64) -> Curves {
         let curve = |projections: &[Projection]| -> Vec<f64> {
             let npu = self.npu(rates, projections, 1.0);
             let cpu: Vec<Load> = (0..self.n_expert()).map(|e| self.cpu(rates, e, projections, 1.0)).collect();
@@ -140,7 +145,7 @@ impl LayerModel {
                         submits: hot.min(1.0),
                         cpu: cold_each.times(cold).plus(around),
                     };
-                    p * rates.phase_seconds(&phase)
+                    p * measure(&phase)
                 };
                 curve.push(hits.iter().enumerate().filter(|&(_, &p)| p > 0.0).map(seconds).sum());
             }
@@ -151,6 +156,11 @@ impl LayerModel {
 
     /// A batch of tokens: each expert's load is its mean over the rows it gets, and the phase that of the sums.
     pub fn batch(&self, rates: &Rates, tokens: u32) -> Curves {
+        self.batch_by(rates, tokens, &|phase| rates.phase_seconds(phase))
+    }
+
+    /// The same of another measure of a phase than its seconds.
+    pub fn batch_by(&self, rates: &Rates, tokens: u32, measure: &dyn Fn(&Phase) -> f64) -> Curves {
         let assumed;
         let rows = match self.rows.iter().find(|rows| rows.tokens == tokens) {
             Some(counted) => counted,
@@ -168,7 +178,7 @@ impl LayerModel {
                 .collect();
             let mut phase =
                 Phase { cpu: cpu.iter().copied().fold(Load::default(), Load::plus), ..Phase::default() };
-            let mut curve = vec![rates.phase_seconds(&phase)];
+            let mut curve = vec![measure(&phase)];
             for (e, &cold) in cpu.iter().enumerate() {
                 let bins = rows.of(e);
                 let rows_hot: f64 = bins.iter().map(|(rows, p)| rows * p).sum();
@@ -176,7 +186,7 @@ impl LayerModel {
                 phase.npu = phase.npu.plus(mean(bins, &|rows| self.npu(rates, projections, rows)));
                 phase.cpu = phase.cpu.less(cold).plus(self.around(rates, projections, rows_hot, first));
                 phase.submits = 1.0;
-                curve.push(rates.phase_seconds(&phase));
+                curve.push(measure(&phase));
             }
             curve
         };

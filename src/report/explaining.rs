@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::planning::{spread, table, word};
-use crate::plan::{Advice, Calls, Explanation, Holds, Plan, SweepPoint, SweepSpeed};
+use crate::plan::{Advice, Calls, Explanation, Holds, LayerTime, Plan, SweepPoint, SweepSpeed};
 use crate::units::Bytes;
 
 /// The plan as `--json` gives it: its document (schema: `formats/plan.schema.json`), and beside it what was asked.
@@ -18,12 +18,15 @@ pub struct PlanDocument<'a> {
     /// Of `--sweep`, by budget.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub sweep: Vec<SweepPoint>,
+    /// Of `--report`: where each layer's time goes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub times: Vec<LayerTime>,
 }
 
 impl<'a> PlanDocument<'a> {
     /// A plan and nothing beside it.
     pub fn of(plan: &'a Plan) -> PlanDocument<'a> {
-        PlanDocument { plan, explanations: Vec::new(), sweep: Vec::new() }
+        PlanDocument { plan, explanations: Vec::new(), sweep: Vec::new(), times: Vec::new() }
     }
 }
 

@@ -1,0 +1,53 @@
+//! Where each layer's predicted time goes: the CPU alone, both sides, the NPU alone, starting.
+
+use serde::Serialize;
+
+use super::cost::{Parts, Phase};
+use super::document::{Holds, Plan, tidy};
+use super::layer::Curves;
+use super::{PROMPT_TOKENS, Planner};
+
+/// Predicted seconds of one layer's experts, as planned.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LayerTime {
+    /// The layer.
+    pub layer: u32,
+    /// One token.
+    pub decode: Parts,
+    /// A prompt of 512 tokens.
+    pub prefill: Parts,
+}
+
+impl Planner<'_> {
+    /// The time of every layer of a plan that this planner made, in the likely case.
+    pub fn layer_times(&self, plan: &Plan) -> Vec<LayerTime> {
+        let likely = &self.cases[1];
+        let time = |(i, layer): (usize, &super::LayerPlan)| {
+            // How many are hot in a regime: gate and up, and down.
+            let hot = |regime: usize| {
+                let n = plan.cuts[regime].layers[i] as usize;
+                let whole = layer.ranking[..n].iter().filter(|item| item.holds == Holds::Whole);
+                (n, whole.count())
+            };
+            let parts = |regime: usize, curves: &dyn Fn(&dyn Fn(&Phase) -> f64) -> Curves| {
+                let (gate_up, down) = hot(regime);
+                let part = |of: fn(&Parts) -> f64| {
+                    tidy(curves(&|phase| of(&likely.rates.phase_parts(phase))).at(gate_up, down))
+                };
+                Parts {
+                    cpu: part(|p| p.cpu),
+                    both: part(|p| p.both),
+                    npu: part(|p| p.npu),
+                    start: part(|p| p.start),
+                }
+            };
+            let model = &likely.models[i];
+            LayerTime {
+                layer: layer.layer,
+                decode: parts(0, &|measure| model.decode_by(&likely.rates, measure)),
+                prefill: parts(1, &|measure| model.batch_by(&likely.rates, PROMPT_TOKENS, measure)),
+            }
+        };
+        plan.layers.iter().enumerate().map(time).collect()
+    }
+}
