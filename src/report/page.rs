@@ -17,11 +17,11 @@ const STYLE: &str = "
 --hot:#7db2ff;--cpu:#94a3b8;--both:#2dd4bf;--npu:#7db2ff;--start:#fbbf24}}
 body{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;
 padding:1rem;overflow-wrap:anywhere}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}.verdict{font-size:1.1rem;border-left:4px solid var(--hot);
+h1{font-size:1.4rem}h2{font-size:1.2rem;margin-top:2rem}h3{font-size:1rem}.verdict{font-size:1.1rem;border-left:4px solid var(--hot);
 padding-left:.8rem}.soft,figcaption{color:var(--soft);font-size:.875rem}.scroll{overflow-x:auto}figure{margin:1rem 0}
 table{border-collapse:collapse;white-space:nowrap}td,th{padding:.2rem .7rem .2rem 0;text-align:right}
 td:first-child,th:first-child{text-align:left}tr{border-bottom:1px solid var(--line)}
-svg{display:block}svg.wide{width:100%;height:auto}text{fill:var(--soft);font:11px system-ui,sans-serif}
+svg{display:block}svg.wide{width:100%;max-width:34rem;height:auto}text{fill:var(--soft);font:11px system-ui,sans-serif}
 .call{fill:var(--heat)}.hot{fill:none;stroke:var(--hot);stroke-width:2}.axis{stroke:var(--line);fill:none}
 .band{fill:var(--hot);fill-opacity:.15}.curve{stroke:var(--hot);fill:none;stroke-width:2}
 .mark{stroke:var(--heat);stroke-dasharray:4 3}.cpu{fill:var(--cpu);background:var(--cpu)}
@@ -180,7 +180,7 @@ fn budget_curves(plan: &Plan, sweep: &[SweepPoint]) -> String {
     format!(
         "<h2>Other budgets</h2><figure>{}{}<figcaption>Line: likely; band: slowest to fastest case; dashed: this \
          plan's budget; grey: the CPU alone. All {}.</figcaption></figure><div class=\"scroll\"><table><tr>\
-         <th>budget</th><th>matrices</th><th>decode</th><th>prefill</th><th>use the NPU for</th></tr>{rows}</table></div>",
+         <th>budget</th><th>matrices</th><th>decode gain</th><th>prefill gain</th><th>use the NPU for</th></tr>{rows}</table></div>",
         curve("Decode", &cpu(0), |point| &point.decode),
         curve("Prefill of 512", &cpu(1), |point| &point.prefill),
         word(plan.forecasts.first().map_or(crate::plan::Basis::Estimated, |forecast| forecast.basis))
@@ -190,7 +190,7 @@ fn budget_curves(plan: &Plan, sweep: &[SweepPoint]) -> String {
 fn curve(budget: u64, sweep: &[SweepPoint], cpu: f64, of: &dyn Fn(&SweepPoint) -> Range) -> String {
     let ends = [sweep.first(), sweep.last()].map(|point| point.map_or(0, |point| point.budget_bytes));
     let most = sweep.iter().map(|point| of(point).high).fold(cpu, f64::max).max(f64::MIN_POSITIVE);
-    let x = |bytes: u64| 45.0 + 540.0 * (bytes as f64 - ends[0] as f64) / (ends[1] - ends[0]).max(1) as f64;
+    let x = |bytes: u64| 40.0 + 315.0 * (bytes as f64 - ends[0] as f64) / (ends[1] - ends[0]).max(1) as f64;
     let y = |speed: f64| 170.0 - 155.0 * speed / most;
     let point = |p: &SweepPoint, speed: f64| format!("{:.1},{:.1} ", x(p.budget_bytes), y(speed));
     let line: String = sweep.iter().map(|p| point(p, of(p).value)).collect();
@@ -202,10 +202,10 @@ fn curve(budget: u64, sweep: &[SweepPoint], cpu: f64, of: &dyn Fn(&SweepPoint) -
     };
     format!(
         "<svg class=\"wide\" role=\"img\" aria-label=\"Speed by budget\" xmlns=\"http://www.w3.org/2000/svg\" \
-         viewBox=\"0 0 600 195\"><path class=\"axis\" d=\"M45 15V170H585M45 {cpu:.1}H585\"/><polygon class=\"band\" \
+         viewBox=\"0 0 360 195\"><path class=\"axis\" d=\"M40 15V170H355M40 {cpu:.1}H355\"/><polygon class=\"band\" \
          points=\"{band}\"/><polyline class=\"curve\" points=\"{line}\"/>{mark}<text x=\"0\" y=\"20\">{most:.0}</text>\
-         <text x=\"0\" y=\"174\">0</text><text x=\"45\" y=\"190\">{}</text>\
-         <text x=\"585\" y=\"190\" text-anchor=\"end\">{}</text></svg>",
+         <text x=\"0\" y=\"174\">0</text><text x=\"40\" y=\"190\">{}</text>\
+         <text x=\"355\" y=\"190\" text-anchor=\"end\">{}</text></svg>",
         Bytes(ends[0]),
         Bytes(ends[1]),
         cpu = y(cpu)
@@ -217,12 +217,12 @@ fn times(document: &PlanDocument<'_>) -> String {
         let most = document.times.iter().map(|time| of(time).seconds()).fold(f64::MIN_POSITIVE, f64::max);
         let mut bars = String::new();
         for (row, time) in document.times.iter().enumerate() {
-            let (parts, y, mut x) = (of(time), 14 * row, 45.0);
+            let (parts, y, mut x) = (of(time), 14 * row, 24.0);
             let _ = write!(bars, "<text x=\"0\" y=\"{}\">{}</text>", y + 10, time.layer);
             let named =
                 [("cpu", parts.cpu), ("both", parts.both), ("npu", parts.npu), ("start", parts.start)];
             for (class, seconds) in named {
-                let width = 460.0 * seconds / most;
+                let width = 275.0 * seconds / most;
                 let _ = write!(
                     bars,
                     "<rect class=\"{class}\" x=\"{x:.2}\" y=\"{y}\" width=\"{width:.2}\" height=\"12\"/>"
@@ -231,15 +231,15 @@ fn times(document: &PlanDocument<'_>) -> String {
             }
             let _ = write!(
                 bars,
-                "<text x=\"{:.1}\" y=\"{}\">{:.0} µs</text>",
+                "<text x=\"{:.1}\" y=\"{}\">{:.1} ms</text>",
                 x + 5.0,
                 y + 10,
-                1e6 * parts.seconds()
+                1e3 * parts.seconds()
             );
         }
         format!(
             "<h3>{title}</h3><svg class=\"wide\" role=\"img\" aria-label=\"Time by layer\" \
-             xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 600 {}\">{bars}</svg>",
+             xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 360 {}\">{bars}</svg>",
             14 * document.times.len()
         )
     };
@@ -268,13 +268,13 @@ fn texts(plan: &Plan) -> String {
         for (class, range) in [("cpu", Some(calibration)), ("npu", held_out.as_ref()), ("start", Some(&even))]
         {
             let Some(range) = range else { continue };
-            let x = |rate: f64| 70.0 + 450.0 * rate;
+            let x = |rate: f64| 55.0 + 255.0 * rate;
             let middle = y + 6;
             let _ = write!(
                 rows,
-                "<rect class=\"{class}\" x=\"70\" y=\"{y}\" width=\"{:.2}\" height=\"12\"/><path class=\"whisker\" \
+                "<rect class=\"{class}\" x=\"55\" y=\"{y}\" width=\"{:.2}\" height=\"12\"/><path class=\"whisker\" \
                  d=\"M{:.2} {middle}H{:.2}\"/><text x=\"{:.1}\" y=\"{}\">{:.1} %</text>",
-                450.0 * range.value,
+                255.0 * range.value,
                 x(range.low),
                 x(range.high),
                 x(range.high) + 5.0,
@@ -292,7 +292,7 @@ fn texts(plan: &Plan) -> String {
     format!(
         "<h2>Calls served: calibration against held-out text</h2><figure><p class=\"key\"><i class=\"cpu\"></i>text \
          planned from{held_out}<i class=\"start\"></i>with even use</p><svg class=\"wide\" role=\"img\" \
-         aria-label=\"Hit rates\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 600 {y}\">{rows}</svg><figcaption>\
+         aria-label=\"Hit rates\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 360 {y}\">{rows}</svg><figcaption>\
          With everything resident in use; lines are 95 % intervals; {}.</figcaption></figure>",
         word(rates.basis)
     )
