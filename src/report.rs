@@ -4,8 +4,8 @@
 //! about: measured (counted or timed here), simulated (the software NPU and the profile's clock), or estimated.
 
 mod conversion;
-mod exporting;
 mod explaining;
+mod exporting;
 mod inspection;
 mod page;
 mod planning;
@@ -15,9 +15,9 @@ mod verification;
 use serde::Serialize;
 
 pub use conversion::ConvertDocument;
+pub use explaining::{PlanDocument, planned};
 pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
-pub use explaining::{PlanDocument, planned};
 pub use page::page;
 pub use planning::{plan, routing};
 pub use running::{

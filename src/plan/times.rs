@@ -7,6 +7,9 @@ use super::document::{Holds, Plan, tidy};
 use super::layer::Curves;
 use super::{PROMPT_TOKENS, Planner};
 
+/// Gives a layer's curves by a measure of its phases.
+type ByMeasure<'a> = &'a dyn Fn(&dyn Fn(&Phase) -> f64) -> Curves;
+
 /// Predicted seconds of one layer's experts, as planned.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LayerTime {
@@ -29,7 +32,7 @@ impl Planner<'_> {
                 let whole = layer.ranking[..n].iter().filter(|item| item.holds == Holds::Whole);
                 (n, whole.count())
             };
-            let parts = |regime: usize, curves: &dyn Fn(&dyn Fn(&Phase) -> f64) -> Curves| {
+            let parts = |regime: usize, curves: ByMeasure<'_>| {
                 let (gate_up, down) = hot(regime);
                 let part = |of: fn(&Parts) -> f64| {
                     tidy(curves(&|phase| of(&likely.rates.phase_parts(phase))).at(gate_up, down))

@@ -100,8 +100,8 @@ fn speeds(plan: &Plan) -> String {
     format!(
         "<h2>Speed, tokens per second</h2><div class=\"scroll\"><table><tr><th></th><th>CPU only</th><th>planned</th>\
          <th>all resident</th><th>gain</th><th></th></tr>{rows}</table></div>\
-         <p>Resident: {} in {}, {} of the {} budget. Memory: model {} + NPU {} + scratch {} + key-value cache {} = {} \
-         of {}.</p>",
+         <p>Resident: {} in {}, {} of the {} budget. Memory: model {} + NPU {} + scratch {} + key-value cache {} \
+         + states {} = {} of {}.</p>",
         super::counted(plan.matrices().count() as u64, "expert matrix", "expert matrices"),
         super::counted(plan.footprint.n_chunks.into(), "chunk", "chunks"),
         Bytes(plan.footprint.weight_bytes),
@@ -110,6 +110,7 @@ fn speeds(plan: &Plan) -> String {
         Bytes(memory.npu_bytes),
         Bytes(memory.scratch_bytes),
         Bytes(memory.kv_bytes),
+        Bytes(memory.state_bytes),
         Bytes(memory.total_bytes),
         Bytes(memory.ram_bytes)
     )
