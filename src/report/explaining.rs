@@ -1,25 +1,21 @@
 //! What was asked beyond the plan itself: single experts explained, other budgets.
 
-use serde::Serialize;
+use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::planning::{spread, table, word};
 use crate::plan::{Advice, Calls, Explanation, Holds, LayerTime, Plan, SweepPoint, SweepSpeed};
 use crate::units::Bytes;
 
 /// The plan as `--json` gives it: its document (schema: `formats/plan.schema.json`), and beside it what was asked.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct PlanDocument<'a> {
     /// The plan.
-    #[serde(flatten)]
     pub plan: &'a Plan,
     /// Of `--explain`, in the order asked.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub explanations: Vec<Explanation>,
     /// Of `--sweep`, by budget.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub sweep: Vec<SweepPoint>,
     /// Of `--report`: where each layer's time goes.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub times: Vec<LayerTime>,
 }
 
@@ -27,6 +23,27 @@ impl<'a> PlanDocument<'a> {
     /// A plan and nothing beside it.
     pub fn of(plan: &'a Plan) -> PlanDocument<'a> {
         PlanDocument { plan, explanations: Vec::new(), sweep: Vec::new(), times: Vec::new() }
+    }
+}
+
+/// The fields of the plan, then what was asked, as far as it was.
+impl Serialize for PlanDocument<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        macro_rules! entries {
+            ($($field:ident)*) => { $(map.serialize_entry(stringify!($field), &self.plan.$field)?;)* };
+        }
+        entries! { schema verdict forecasts notes profile statistics architecture objective budget_bytes window_bytes n_domains footprint hit_rates memory cuts layers chunks }
+        if !self.explanations.is_empty() {
+            map.serialize_entry("explanations", &self.explanations)?;
+        }
+        if !self.sweep.is_empty() {
+            map.serialize_entry("sweep", &self.sweep)?;
+        }
+        if !self.times.is_empty() {
+            map.serialize_entry("times", &self.times)?;
+        }
+        map.end()
     }
 }
 

@@ -232,7 +232,7 @@ fn times(document: &PlanDocument<'_>) -> String {
             }
             let _ = write!(
                 bars,
-                "<text x=\"{:.1}\" y=\"{}\">{:.1} ms</text>",
+                "<text x=\"{:.1}\" y=\"{}\">{:.2} ms</text>",
                 x + 5.0,
                 y + 10,
                 1e3 * parts.seconds()
