@@ -79,6 +79,8 @@ fn case_j1_the_vocabulary_is_as_long_as_the_embedding() {
     carried(folder.path(), &set(small(), vocab_size, None).build());
     let ids = done(&run("ork-run", folder.path(), &["model.orkpack", "--tokens", "1,2", "-n", "3"]));
     assert_eq!(ids.trim().split(',').count(), 3, "{ids}");
+    let inspected = done(&run("orkpack", folder.path(), &["inspect", "model.gguf"]));
+    assert!(inspected.contains(", 320 tokens"), "{inspected}");
     let tokens: Vec<Value> = (0..300).map(|i| text(&format!("token {i}"))).collect();
     for (key, value, expected) in [
         (vocab_size, Value::U32(32_000), "`qwen3moe.vocab_size` says 32000"),

@@ -44,7 +44,7 @@ fn a_model_says_what_it_is_and_what_fits() {
         "model.gguf: gguf, architecture qwen3moe\n",
         "  name: tiny\n",
         "  runs: yes\n",
-        "  tokenizer: gpt2 / qwen2, known\n",
+        "  tokenizer: gpt2 / qwen2, 320 tokens, known\n",
         "  chat template: none\n",
         "  experts: 2 layers of 8, 2 used per token\n",
         "    layers 0 to 1: 2 of 8, each 768.00 KiB: gate 256 × 256 F32, up 256 × 256 F32, down 256 × 256 F32\n",
@@ -93,7 +93,7 @@ fn what_cannot_be_run_says_why() {
     assert!(text.contains("runs: no, architecture `qwen9moe` is not supported"), "{text}");
     assert!(text.contains("can be planned and packed: yes") && text.contains("layers 0 to 1"), "{text}");
     let (_, text, _) = run(path, &["inspect", "words.gguf"]);
-    assert!(text.contains("tokenizer: gpt2 / qwen?, not known: pre-tokenizer `qwen?`"), "{text}");
+    assert!(text.contains("tokenizer: gpt2 / qwen?, 320 tokens, not known: pre-tokenizer `qwen?`"), "{text}");
     let (_, text, _) = run(path, &["inspect", "chat.gguf"]);
     assert!(
         text.contains("chat template: there, but cannot be used: the chat template is not valid"),

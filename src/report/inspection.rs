@@ -75,6 +75,9 @@ pub struct TokenizerPart {
     pub model: Option<String>,
     /// `tokenizer.ggml.pre`.
     pub pre: Option<String>,
+    /// Tokens of the vocabulary: rows of the embedding, with which the token list agrees; `null` where the model cannot
+    /// be described.
+    pub tokens: Option<u64>,
     /// Why text cannot be used with it; `null` when it can.
     pub problem: Option<String>,
 }
@@ -232,6 +235,7 @@ impl InspectDocument {
             tokenizer: TokenizerPart {
                 model: text("tokenizer.ggml.model"),
                 pre: text("tokenizer.ggml.pre"),
+                tokens: shape.map(|shape| shape.n_vocab as u64),
                 problem: found.tokenizer_problem,
             },
             chat_template: TemplatePart {
@@ -370,13 +374,15 @@ fn supported(document: &InspectDocument, text: &mut String) {
     if document.problem != document.plan_problem {
         let _ = writeln!(text, "  can be planned and packed: {}", yes_or(&document.plan_problem));
     }
-    let TokenizerPart { model, pre, problem } = &document.tokenizer;
+    let TokenizerPart { model, pre, tokens, problem } = &document.tokenizer;
+    let tokens = tokens.map_or(String::new(), |tokens| format!(", {tokens} tokens"));
     let names: Vec<String> = [model, pre].into_iter().flatten().map(|name| super::escape(name)).collect();
     let _ = match (problem, names.is_empty()) {
-        (_, true) => writeln!(text, "  tokenizer: none, so token ids only"),
-        (None, false) => writeln!(text, "  tokenizer: {}, known", names.join(" / ")),
+        (_, true) => writeln!(text, "  tokenizer: none{tokens}, so token ids only"),
+        (None, false) => writeln!(text, "  tokenizer: {}{tokens}, known", names.join(" / ")),
         (Some(problem), false) => {
-            writeln!(text, "  tokenizer: {}, not known: {}", names.join(" / "), super::escape(problem))
+            let names = names.join(" / ");
+            writeln!(text, "  tokenizer: {names}{tokens}, not known: {}", super::escape(problem))
         }
     };
     let _ = match (&document.chat_template, document.chat_template.present) {
