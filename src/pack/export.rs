@@ -20,7 +20,7 @@ impl Pack {
     ///
     /// # Errors
     ///
-    /// What `out` says; `NotFound` when there is no such file or the pack is thin; a [`PackError`] inside when a
+    /// What `out` says; `NotFound` when there is no such file or the pack is thin; a [`PackError`](super::PackError) inside when a
     /// section is damaged.
     pub fn write_gguf(&self, file: u32, out: &mut dyn Write) -> io::Result<()> {
         let missing =
