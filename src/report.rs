@@ -39,7 +39,7 @@ pub fn json(document: &impl Serialize) -> Result<String, serde_json::Error> {
 }
 
 /// `1 chunk`, `2 chunks`.
-fn counted(n: u64, one: &str, many: &str) -> String {
+pub(crate) fn counted(n: u64, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
 }
 

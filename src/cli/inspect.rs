@@ -14,7 +14,7 @@ use crate::model::{Model, ModelError, ModelShape, Outline};
 use crate::pack::Pack;
 use crate::plan::{Capacity, capacity};
 use crate::profile::DeviceProfile;
-use crate::report::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
+use crate::report::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, counted, inspection};
 use crate::source::{self, OpenError, Opened, PackedModel, Role, files_in, files_of};
 use crate::tensor::Metadata;
 use crate::tokenizer::Tokenizer;
@@ -171,8 +171,8 @@ fn model(opened: &Opened, blank: EntryPart) -> EntryPart {
     let experts = shape.map(|shape| {
         let (n, layer) = (shape.moe_layers.len(), shape.moe_layers.first());
         let (n_expert, n_used) = layer.map_or((0, 0), |layer| (layer.n_expert(), layer.n_used));
-        let layers = if n == 1 { "layer" } else { "layers" };
-        format!("{named}, {n} {layers} of {n_expert} experts, {n_used} used")
+        let layers = counted(n as u64, "layer", "layers");
+        format!("{named}, {layers} of {n_expert} experts, {n_used} used")
     });
     let ability = match (&runs, &outline) {
         (Ok(_), _) => "runs".to_owned(),

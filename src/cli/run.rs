@@ -101,7 +101,7 @@ fn arithmetic_line(runtime: &Runtime, engine: &Engine, reference: bool) -> Strin
     match (engine.device(), runtime.packed().is_some()) {
         (Some(name), _) => {
             let chunks = engine.loaded().map_or(0, |loaded| loaded.chunks);
-            let chunks = if chunks == 1 { "1 chunk".to_owned() } else { format!("{chunks} chunks") };
+            let chunks = report::counted(chunks as u64, "chunk", "chunks");
             format!("hot experts on `{name}` ({chunks}), cold ones on {threads} CPU threads")
         }
         (None, _) if reference => format!("reference: everything on {threads} CPU threads from source rows"),
