@@ -46,7 +46,7 @@ use forecast::{Case, Hot};
 use layer::{Curves, LayerModel};
 use place::Resident;
 use routing::{LayerRouting, SkewEnd};
-use select::{Choices, Climb, State, Weights};
+use select::{Choices, Fronts, State, Weights};
 
 /// Tokens of the prompt that prefill is planned for.
 pub const PROMPT_TOKENS: u32 = 512;
@@ -261,7 +261,9 @@ impl<'a> Planner<'a> {
         check_window(budget, profile)?;
         let mut selector = Selector::new(self);
         check_forced_bytes(&selector.choices, domains, budget.0)?;
-        let (weights, states) = selector.states(budget.0);
+        let selected = selector.select(budget.0);
+        let gap = selector.gap(&selected, budget.0);
+        let Selected { weights, states, .. } = selected;
         let (likely, choices) = (&cases[1], &selector.choices);
         let hot = [Regime::Decode, Regime::Prefill]
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
@@ -292,6 +294,7 @@ impl<'a> Planner<'a> {
             footprint,
             hit_rates,
             memory,
+            gap: tidy(gap),
             cuts,
             layers,
             chunks,
@@ -428,14 +431,22 @@ fn models(
     request.shape.moe_layers.iter().zip(&routing).zip(forced).map(model).collect()
 }
 
+/// What was selected for one budget.
+struct Selected {
+    /// What seconds saved were worth; `None` where experts were chosen by hits.
+    weights: Option<Weights>,
+    states: Vec<State>,
+    exact: bool,
+}
+
 /// Selects the states of all layers for one budget after the other; what no budget changes is kept.
 struct Selector<'p> {
     planner: &'p Planner<'p>,
     choices: Vec<Choices<'p>>,
     /// For each domain its layers.
     layers: Vec<Vec<usize>>,
-    /// For weights met before, each domain's hulls.
-    climbs: Vec<(Weights, Vec<Climb>)>,
+    /// For weights met before, each domain's fronts.
+    fronts: Vec<(Weights, Vec<Fronts>)>,
 }
 
 impl<'p> Selector<'p> {
@@ -443,71 +454,106 @@ impl<'p> Selector<'p> {
         let choices = planner.choices();
         let of = |domain| (0..choices.len()).filter(|&layer| planner.domains[layer] == domain).collect();
         let layers = (0..planner.request.domains).map(of).collect();
-        Selector { planner, choices, layers, climbs: Vec::new() }
+        Selector { planner, choices, layers, fronts: Vec::new() }
     }
 
-    /// The states, and the weights that they were chosen with: none where they were chosen by hits.
+    /// The states for a budget.
     ///
-    /// A regime that does not gain enough is left out and its share of the window given to the other.
-    fn states(&mut self, budget: u64) -> (Option<Weights>, Vec<State>) {
-        let mut weights = match self.planner.request.objective {
+    /// A regime counts if the whole budget, given to it alone, makes it enough faster. With more budget a regime may
+    /// begin to count; none ever ceases to.
+    fn select(&mut self, budget: u64) -> Selected {
+        let asked = match self.planner.request.objective {
             Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
             Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
             Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
-            Objective::Hits => return (None, self.select(None, budget)),
-        };
-        loop {
-            let states = self.select(Some(weights), budget);
-            let (decode, prefill) =
-                (self.gains(Regime::Decode, weights, &states), self.gains(Regime::Prefill, weights, &states));
-            let less = Weights {
-                decode: if decode { weights.decode } else { 0.0 },
-                prefill: if prefill { weights.prefill } else { 0.0 },
-            };
-            if less == weights {
-                return (Some(weights), states);
+            Objective::Hits => {
+                let by_hits = |mine: &[&Choices<'_>]| select::by_hits(mine, budget);
+                let states = self.by_domain(|_, mine| by_hits(mine));
+                return Selected { weights: None, states, exact: true };
             }
-            weights = less;
+        };
+        let decode = Weights { prefill: 0.0, ..asked };
+        let prefill = Weights { decode: 0.0, ..asked };
+        let weights = Weights {
+            decode: if self.counts(Regime::Decode, decode, budget) { asked.decode } else { 0.0 },
+            prefill: if self.counts(Regime::Prefill, prefill, budget) { asked.prefill } else { 0.0 },
+        };
+        let (states, exact) = self.best(weights, budget);
+        Selected { weights: Some(weights), states, exact }
+    }
+
+    /// Whether a regime that has the budget to itself gains enough.
+    fn counts(&mut self, regime: Regime, alone: Weights, budget: u64) -> bool {
+        if !(alone.decode > 0.0 || alone.prefill > 0.0) {
+            return false;
+        }
+        // With everything resident it gains as much as it ever can: most often that settles it.
+        let most: Vec<State> = self.choices.iter().map(Choices::most).collect();
+        self.gains(regime, alone, &most) && {
+            let (states, _) = self.best(alone, budget);
+            self.gains(regime, alone, &states)
         }
     }
 
-    /// Whether a regime has more hot than the user named.
+    /// Whether a regime gains enough with these states.
     fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
         let Planner { request, cases, domains, .. } = self.planner;
         let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, Some(weights));
-        let base: Vec<Hot> = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
-        hot.iter().zip(&base).any(|(hot, base)| hot.gate_up > base.gate_up)
+        let base = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
+        let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
+        seconds(&base) >= MIN_GAIN * seconds(&hot)
     }
 
-    /// The states of all layers, domain by domain. Without weights by hits.
-    fn select(&mut self, weights: Option<Weights>, budget: u64) -> Vec<State> {
-        let at = weights.map(|weights| self.climbs(weights));
+    /// The states of all layers that save most, and whether that is certain.
+    fn best(&mut self, weights: Weights, budget: u64) -> (Vec<State>, bool) {
+        let (at, mut exact) = (self.fronts(weights), true);
+        let states = self.by_domain(|domain, _| {
+            let selection = self.fronts[at].1[domain].select(budget);
+            exact &= selection.exact;
+            selection.states
+        });
+        (states, exact)
+    }
+
+    /// The share of what is saved that any other choice could save more, at most; 0 for the best.
+    fn gap(&mut self, selected: &Selected, budget: u64) -> f64 {
+        let Some(weights) = selected.weights.filter(|_| !selected.exact) else { return 0.0 };
+        let (at, mut bound, mut value) = (self.fronts(weights), 0.0, 0.0);
+        self.by_domain(|domain, mine| {
+            let states: Vec<State> =
+                self.layers[domain].iter().map(|&layer| selected.states[layer]).collect();
+            let (most, worth) = self.fronts[at].1[domain].bound(mine, weights, budget, &states);
+            (bound, value) = (bound + most, value + worth);
+            states
+        });
+        if value > 0.0 { (bound - value) / value } else { 0.0 }
+    }
+
+    /// What `select` gives for the layers of each domain, in the order of the layers.
+    fn by_domain(&self, mut select: impl FnMut(usize, &[&Choices<'_>]) -> Vec<State>) -> Vec<State> {
         let mut states = vec![State::default(); self.choices.len()];
         for (domain, layers) in self.layers.iter().enumerate() {
             let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
-            let chosen = match at {
-                Some(at) => self.climbs[at].1[domain].states(&mine, self.climbs[at].0, budget),
-                None => select::by_hits(&mine, budget),
-            };
-            for (&layer, state) in layers.iter().zip(chosen) {
+            for (&layer, state) in layers.iter().zip(select(domain, &mine)) {
                 states[layer] = state;
             }
         }
         states
     }
 
-    /// Where the hulls for these weights are kept.
-    fn climbs(&mut self, weights: Weights) -> usize {
-        if let Some(at) = self.climbs.iter().position(|(known, _)| *known == weights) {
+    /// Where the fronts for these weights are kept.
+    fn fronts(&mut self, weights: Weights) -> usize {
+        if let Some(at) = self.fronts.iter().position(|(known, _)| *known == weights) {
             return at;
         }
-        let climb = |layers: &Vec<usize>| {
+        let (grain, window) = (select::grain(&self.choices), self.planner.request.profile.window().0);
+        let front = |layers: &Vec<usize>| {
             let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
-            Climb::new(&mine, weights)
+            Fronts::new(&mine, weights, grain, window)
         };
-        let climbs = self.layers.iter().map(climb).collect();
-        self.climbs.push((weights, climbs));
-        self.climbs.len() - 1
+        let fronts = self.layers.iter().map(front).collect();
+        self.fronts.push((weights, fronts));
+        self.fronts.len() - 1
     }
 }
 
@@ -525,8 +571,8 @@ fn hots(
     choices.iter().zip(states).zip(domains).map(hot).collect()
 }
 
-/// How far one regime goes down: as far as is best in each layer, if the whole gains enough. Everything, where the
-/// plan was made for hits.
+/// How far one regime goes down: as far as is best in each layer, if the regime counts. Everything, where the plan was
+/// made for hits.
 ///
 /// Each domain that is used costs a switch per pass, so the best single domain competes with all of them.
 fn best_hot(
@@ -538,14 +584,16 @@ fn best_hot(
     regime: Regime,
     weights: Option<Weights>,
 ) -> Vec<Hot> {
-    if weights.is_none() {
+    let Some(weights) = weights else {
         let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
         return states.iter().zip(domains).map(all).collect();
+    };
+    let base = hots(choices, domains, |choice| choice.base().gate_up, states);
+    let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
+    if weight <= 0.0 {
+        return base;
     }
     let curves = likely.curves(regime);
-    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
-    let seconds = |hot: &[Hot]| forecast::seconds(request.shape, &likely.rates, tokens, curves, hot);
-    let base = hots(choices, domains, |choice| choice.base().gate_up, states);
     let best: Vec<Hot> = (0..choices.len())
         .map(|i| {
             let n = choices[i].best_cut(&curves[i], states[i]);
@@ -555,12 +603,19 @@ fn best_hot(
     let single = |domain: u32| -> Vec<Hot> {
         best.iter().zip(&base).map(|(best, base)| if best.domain == domain { *best } else { *base }).collect()
     };
-    let mut candidates = vec![best.clone()];
+    // The first of equals: nothing, rather than what gains nothing.
+    let mut candidates = vec![base.clone(), best.clone()];
     if request.domains > 1 {
         candidates.extend((0..request.domains).map(single));
     }
-    let fastest = candidates.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(best);
-    if seconds(&base) >= MIN_GAIN * seconds(&fastest) { fastest } else { base }
+    let seconds = |hot: &[Hot]| regime_seconds(request, likely, regime, hot);
+    candidates.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(base)
+}
+
+/// Seconds of one pass of a regime.
+fn regime_seconds(request: &PlanRequest<'_>, likely: &Case, regime: Regime, hot: &[Hot]) -> f64 {
+    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
+    forecast::seconds(request.shape, &likely.rates, tokens, likely.curves(regime), hot)
 }
 
 /// Both cuts; prefill from the shortest batch on at which it gains, and at every longer one.

@@ -371,6 +371,10 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+fn is_none_at_all(share: &f64) -> bool {
+    *share == 0.0
+}
+
 /// A plan: what is resident where, how far each regime goes, and what that is expected to give.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -403,6 +407,10 @@ pub struct Plan {
     pub hit_rates: HitRates,
     /// What it takes of the board's memory.
     pub memory: MemoryAccount,
+    /// How much more of the time that is saved another choice within the budget could save, at most, in the regimes that
+    /// count; 0 where this is the best.
+    #[serde(default, skip_serializing_if = "is_none_at_all")]
+    pub gap: f64,
     /// Decode first, then prefill.
     pub cuts: Vec<Cut>,
     /// The rankings.

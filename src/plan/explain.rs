@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::document::{Basis, Holds, Item, LayerPlan, Objective, Plan, tidy};
 use super::routing::Routing;
-use super::select::Choices;
+use super::select::{Choices, grain};
 use super::{PlanError, Planner, Selector};
 use crate::calibrate::Block;
 use crate::units::{ExpertId, LayerId};
@@ -198,8 +198,7 @@ impl Planner<'_> {
         let least = self.least_budget().0.div_ceil(grain);
         let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
-            let (_, states) = selector.states(budget * grain);
-            wanted.at < states[wanted.layer].gate_up
+            wanted.at < selector.select(budget * grain).states[wanted.layer].gate_up
         };
         for (wanted, flip) in wanted.iter().zip(&mut flips) {
             let ranked = &plan.layers[wanted.layer];
@@ -235,17 +234,6 @@ fn first(from: u64, to: u64, mut found: impl FnMut(u64) -> bool) -> (Option<u64>
         }
         (before, at) = (at + 1, at.saturating_add(stride).min(to));
     }
-}
-
-/// The greatest number of bytes that divides every size compared with a budget; 0 where nothing can be resident.
-fn grain(choices: &[Choices<'_>]) -> u64 {
-    let gcd = |mut a: u64, mut b: u64| {
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        a
-    };
-    choices.iter().flat_map(|choice| [choice.bytes.0, choice.bytes.1]).fold(0, gcd)
 }
 
 fn find(plan: &Plan, layer: LayerId, expert: ExpertId) -> Result<Wanted, PlanError> {

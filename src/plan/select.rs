@@ -1,11 +1,25 @@
-//! Which experts become resident: value per byte, inside a budget.
+//! Which experts become resident: the best states of all layers inside a budget.
 //!
 //! A layer's state is how many of its experts, best first, have gate and up resident, and how many of these also
-//! down. The concave hulls of all layers' states are climbed together, steepest first; what is left of the budget
-//! is filled with the best single steps that still fit. What a state is worth counts only as far down as each
-//! regime would go, so that more residency is never worth less.
+//! down. One state is taken of each layer, the sum of their bytes is bounded, the sum of what they are worth as
+//! large as can be: a multiple-choice knapsack. It is solved exactly, in three steps. Climbing the concave hulls of
+//! all layers together, steepest first, gives a price per byte, a good choice and a bound that no choice exceeds.
+//! At that price most states lose more than the bound is above the choice: they are left out. The few that remain
+//! are combined layer by layer, budget by budget.
+//!
+//! What a state is worth counts only as far down as each regime would go, so that more residency is never worth
+//! less, and a larger budget never either.
 
 use super::layer::{Curves, LayerModel};
+
+/// Budgets that are told apart at most: above, bytes are counted in larger units, rounded up.
+const MOST_UNITS: u64 = 1 << 14;
+
+/// Experts of a layer whose numbers of gates and downs are combined one by one; above, in steps.
+const FINE: usize = 256;
+
+/// Combinations that are looked at for one layer; if there are more, the least promising are left out.
+const MOST_COMBINATIONS: usize = 1 << 21;
 
 /// How many of a layer's experts are resident: `down <= gate_up`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,8 +35,6 @@ pub(super) struct Choices<'a> {
     pub prefill: &'a Curves,
     /// Bytes of one expert's gate and up, and of its down.
     pub bytes: (u64, u64),
-    decode_best: Best,
-    prefill_best: Best,
     base: State,
     most: State,
 }
@@ -34,36 +46,11 @@ pub(super) struct Weights {
     pub prefill: f64,
 }
 
-/// Running minima of a layer's costs.
-struct Best {
-    /// Least cost with `i <= j` whole experts hot.
-    whole: Vec<f64>,
-    /// The `i >= j` at which gate and up cost least; the smallest among equals.
-    above: Vec<usize>,
-}
-
-impl Best {
-    fn new(curves: &Curves, base: usize) -> Best {
-        let mut whole: Vec<f64> = (0..curves.gate_up.len()).map(|j| curves.at(j, j)).collect();
-        for j in base + 1..whole.len() {
-            whole[j] = whole[j].min(whole[j - 1]);
-        }
-        let mut above: Vec<usize> = (0..curves.gate_up.len()).collect();
-        for j in (0..above.len().saturating_sub(1)).rev() {
-            if curves.gate_up[above[j + 1]] < curves.gate_up[j] {
-                above[j] = above[j + 1];
-            }
-        }
-        Best { whole, above }
-    }
-}
-
-/// Bytes and worth of a state.
-#[derive(Clone, Copy, Debug)]
-struct Point {
-    bytes: u64,
-    value: f64,
-    state: State,
+/// What was selected in one domain.
+pub(super) struct Selection {
+    pub states: Vec<State>,
+    /// Whether every combination was weighed.
+    pub exact: bool,
 }
 
 impl<'a> Choices<'a> {
@@ -72,8 +59,7 @@ impl<'a> Choices<'a> {
         let n = |may: bool| if may { model.n_expert() } else { 0 };
         let most = State { gate_up: n(gate_up), down: n(down) };
         let base = State { gate_up: model.n_forced.min(most.gate_up), down: model.n_forced.min(most.down) };
-        let (decode_best, prefill_best) = (Best::new(decode, base.gate_up), Best::new(prefill, base.gate_up));
-        Choices { model, decode, prefill, bytes: model.bytes(page), decode_best, prefill_best, base, most }
+        Choices { model, decode, prefill, bytes: model.bytes(page), base, most }
     }
 
     /// What must be resident: the experts that the user named.
@@ -99,57 +85,99 @@ impl<'a> Choices<'a> {
 
     /// Seconds saved against the state that the user demands, each regime going down as far as is best for it.
     pub fn value(&self, state: State, weights: Weights) -> f64 {
-        let State { gate_up, down } = state;
-        let first = self.base.gate_up;
-        let saved = |curves: &Curves, best: &Best| {
-            // Cuts beyond `down` have gate and up only; cuts up to it are whole experts.
-            let from = down.max(first);
-            let beyond = match best.above[from] {
-                at if at <= gate_up => curves.gate_up[at],
-                _ => minimum(&curves.gate_up[from..=gate_up]),
-            };
-            let mut least = beyond + curves.down[down];
-            if down >= first {
-                least = least.min(best.whole[down]);
-            }
-            curves.at(first, self.base.down) - least
+        let saved = |curves: &Curves| {
+            let cut = self.best_cut(curves, state);
+            curves.at(self.base.gate_up, self.base.down) - curves.at(cut, cut.min(state.down))
         };
-        weights.decode * saved(self.decode, &self.decode_best)
-            + weights.prefill * saved(self.prefill, &self.prefill_best)
+        let of = |weight: f64, curves: &Curves| if weight > 0.0 { weight * saved(curves) } else { 0.0 };
+        of(weights.decode, self.decode) + of(weights.prefill, self.prefill)
     }
 
-    /// States worth considering, by bytes: gate and up of the first experts, the first experts whole, and the first
-    /// downs beside the gates and ups that are best with them.
-    fn points(&self, weights: Weights) -> Vec<Point> {
+    /// Calls `visit` with states and what each is worth: every one, or where `step` is above 1 those with equal
+    /// numbers, with no further downs, and every so many beside.
+    fn states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
         let (base, most) = (self.base, self.most);
-        let pairs = (base.gate_up..=most.gate_up).map(|gate_up| State { gate_up, down: base.down });
-        let whole = (base.gate_up.max(base.down)..=most.down).map(|j| State { gate_up: j, down: j });
-        // As many gates and ups beside the downs as the regimes that count would use.
-        let used = |down: usize| {
-            let regimes = [(weights.decode, &self.decode_best), (weights.prefill, &self.prefill_best)];
-            let counts = regimes.into_iter().filter(|(weight, _)| *weight > 0.0);
-            let from = down.max(base.gate_up);
-            counts.map(|(_, best)| best.above[from]).max().unwrap_or(from).min(most.gate_up)
+        let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)];
+        // Least cost of a cut that has all its downs, up to so many.
+        let whole = regimes.map(|(_, curves)| {
+            let mut least = f64::INFINITY;
+            let cost = |j: usize| {
+                least = if j < base.gate_up { least } else { curves.at(j, j).min(least) };
+                least
+            };
+            (0..=most.down).map(cost).collect::<Vec<f64>>()
+        });
+        let worth = |state: State, beyond: [f64; 2]| -> f64 {
+            let saved = |r: usize| {
+                let (weight, curves) = regimes[r];
+                let least = (beyond[r] + curves.down[state.down]).min(whole[r][state.down]);
+                if weight > 0.0 { weight * (curves.at(base.gate_up, base.down) - least) } else { 0.0 }
+            };
+            saved(0) + saved(1)
         };
-        let downs = (base.down..=most.down).map(|down| State { gate_up: used(down), down });
-        let point = |state| Point { bytes: self.bytes_of(state), value: self.value(state, weights), state };
-        let mut points: Vec<Point> = pairs.chain(whole).chain(downs).map(point).collect();
-        points.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(b.value.total_cmp(&a.value)));
-        points
+        for down in base.down..=most.down {
+            let first = down.max(base.gate_up);
+            let mut beyond = [f64::INFINITY; 2];
+            for gate_up in first..=most.gate_up {
+                for (least, (_, curves)) in beyond.iter_mut().zip(&regimes) {
+                    *least = least.min(curves.gate_up[gate_up]);
+                }
+                let between = gate_up != first && down != base.down;
+                if between && !(gate_up.is_multiple_of(step) && down.is_multiple_of(step)) {
+                    continue;
+                }
+                let state = State { gate_up, down };
+                visit(state, worth(state, beyond));
+            }
+        }
+    }
+
+    /// Most that a state can be worth when a byte costs so much.
+    fn most_worth(&self, weights: Weights, price: f64) -> f64 {
+        let (base, mut most) = (self.bytes_of(self.base), f64::NEG_INFINITY);
+        self.states(weights, 1, &mut |state, value| {
+            most = most.max(value - price * (self.bytes_of(state) - base) as f64);
+        });
+        most
     }
 }
 
-fn minimum(costs: &[f64]) -> f64 {
-    costs.iter().copied().fold(f64::INFINITY, f64::min)
+/// A state with what it takes of the budget and what it is worth.
+#[derive(Clone, Copy, Debug)]
+struct Point {
+    units: u32,
+    value: f64,
+    state: State,
 }
 
-/// The upper concave hull of points sorted by bytes, from the base on, while value rises.
-fn hull(points: &[Point]) -> Vec<Point> {
-    let mut hull: Vec<Point> = Vec::new();
-    for &point in points {
-        if hull.last().is_some_and(|last| point.value <= last.value + 1e-15) {
-            continue;
+/// The states that none beats with as few units, by units; at the front the one that the user demands.
+fn front(choice: &Choices<'_>, weights: Weights, unit: u64, most_units: u64) -> Vec<Point> {
+    let base = choice.bytes_of(choice.base);
+    let units = |state: State| (choice.bytes_of(state) - base).div_ceil(unit);
+    let length = units(choice.most).min(most_units) as usize + 1;
+    let mut best: Vec<Option<Point>> = vec![None; length];
+    let step = choice.model.n_expert().div_ceil(FINE).max(1);
+    choice.states(weights, step, &mut |state, value| {
+        let at = units(state);
+        let Some(slot) = best.get_mut(at as usize) else { return };
+        if slot.is_none_or(|known| value > known.value) {
+            *slot = Some(Point { units: at as u32, value, state });
         }
+    });
+    let mut front: Vec<Point> = vec![Point { units: 0, value: 0.0, state: choice.base }];
+    for point in best.into_iter().flatten() {
+        // What differs by less is rounding.
+        if front.last().is_some_and(|last| point.value > last.value + 1e-13) {
+            front.push(point);
+        }
+    }
+    front
+}
+
+/// The upper concave hull of a front.
+fn hull(front: &[Point]) -> Vec<Point> {
+    let mut hull: Vec<Point> = Vec::new();
+    for &point in front {
         while let [.., a, b] = hull[..] {
             if slope(a, b) > slope(b, point) {
                 break;
@@ -161,99 +189,181 @@ fn hull(points: &[Point]) -> Vec<Point> {
     hull
 }
 
-/// Value per byte between two points.
+/// Value per unit between two points.
 fn slope(a: Point, b: Point) -> f64 {
-    (b.value - a.value) / (b.bytes.saturating_sub(a.bytes)).max(1) as f64
+    (b.value - a.value) / f64::from(b.units.saturating_sub(a.units).max(1))
 }
 
-/// The layers of one domain as they are climbed, whatever the budget.
-pub(super) struct Climb {
-    /// Each layer's states, by bytes.
-    points: Vec<Vec<Point>>,
+/// The choices of one domain, whatever the budget.
+pub(super) struct Fronts {
+    /// Bytes of a unit.
+    unit: u64,
+    /// Each layer's states worth considering.
+    fronts: Vec<Vec<Point>>,
     /// The steps of all hulls, steepest first: slope, layer, end.
     steps: Vec<(f64, usize, Point)>,
+    /// Bytes of what the user demands.
+    base: u64,
+    /// Whether nothing was left out or rounded.
+    exact: bool,
 }
 
-impl Climb {
-    pub fn new(choices: &[&Choices<'_>], weights: Weights) -> Climb {
-        let points: Vec<Vec<Point>> = choices.iter().map(|choice| choice.points(weights)).collect();
+/// One way to fill some units with the layers so far.
+#[derive(Clone, Copy)]
+struct Filled {
+    units: u32,
+    value: f64,
+    /// Which of the ways before it goes on from.
+    from: u32,
+    /// The point of its layer's front.
+    point: u32,
+}
+
+impl Fronts {
+    /// The fronts of some layers, for budgets up to a window.
+    pub fn new(choices: &[&Choices<'_>], weights: Weights, grain: u64, window: u64) -> Fronts {
+        let grain = grain.max(1);
+        let unit = (window / MOST_UNITS).div_ceil(grain).max(1) * grain;
+        let fine = choices.iter().all(|choice| choice.model.n_expert() <= FINE);
+        let fronts: Vec<Vec<Point>> =
+            choices.iter().map(|choice| front(choice, weights, unit, window / unit)).collect();
         let mut steps: Vec<(f64, usize, Point)> = Vec::new();
-        for (layer, points) in points.iter().enumerate() {
-            let hull = hull(points);
-            steps.extend(hull.windows(2).map(|pair| (slope(pair[0], pair[1]), layer, pair[1])));
+        for (layer, front) in fronts.iter().enumerate() {
+            steps.extend(hull(front).windows(2).map(|pair| (slope(pair[0], pair[1]), layer, pair[1])));
         }
-        steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.bytes.cmp(&b.2.bytes)));
-        Climb { points, steps }
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.units.cmp(&b.2.units)));
+        let base = choices.iter().map(|choice| choice.bytes_of(choice.base)).sum();
+        Fronts { unit, fronts, steps, base, exact: fine && unit == grain }
     }
 
-    /// The states by value per byte, for the choices and weights that the climb was made of.
-    pub fn states(&self, choices: &[&Choices<'_>], weights: Weights, budget: u64) -> Vec<State> {
-        let mut states: Vec<State> = choices.iter().map(|choice| choice.base()).collect();
-        let base = choices.iter().map(|choice| choice.bytes_of(choice.base())).sum::<u64>();
-        let mut left = budget.saturating_sub(base);
-        let mut closed = vec![false; choices.len()];
-        for &(_, layer, point) in &self.steps {
+    /// The best states within a budget.
+    pub fn select(&self, budget: u64) -> Selection {
+        let units = budget.saturating_sub(self.base) / self.unit;
+        let (price, climbed) = self.climb(units);
+        let chosen = |at: &[usize]| at.iter().zip(&self.fronts).map(|(&at, front)| front[at].state).collect();
+        let at_price = |point: &Point| point.value - price * f64::from(point.units);
+        // Most that each layer can add at this price, and all layers from each one on.
+        let most = |front: &Vec<Point>| front.iter().map(at_price).fold(f64::NEG_INFINITY, f64::max);
+        let most: Vec<f64> = self.fronts.iter().map(most).collect();
+        let bound = price * units as f64 + most.iter().sum::<f64>();
+        let value: f64 = climbed.iter().zip(&self.fronts).map(|(&at, front)| front[at].value).sum();
+        let slack = bound - value;
+        if slack <= 1e-12 * bound.abs() {
+            return Selection { states: chosen(&climbed), exact: self.exact };
+        }
+        let (mut exact, mut ways) = (self.exact, vec![vec![Filled { units: 0, value: 0.0, from: 0, point: 0 }]]);
+        // What the layers so far have lost against the bound is all that counts of them.
+        let mut reached = 0.0;
+        for (front, most) in self.fronts.iter().zip(&most) {
+            let before = ways.last().map(Vec::as_slice).unwrap_or_default();
+            reached += most;
+            let (next, all) = combine(before, front, most - slack, reached - slack, price, units);
+            exact &= all;
+            ways.push(next);
+        }
+        // Only what is better than the choice at hand is sure to have been kept.
+        let ends = ways.last().map(Vec::as_slice).unwrap_or_default().iter().enumerate();
+        let better = ends.filter(|(_, way)| way.value > value);
+        let Some((mut at, _)) = better.max_by(|a, b| a.1.value.total_cmp(&b.1.value)) else {
+            return Selection { states: chosen(&climbed), exact };
+        };
+        let mut found = vec![0; self.fronts.len()];
+        for (layer, ways) in ways.iter().skip(1).enumerate().rev() {
+            (found[layer], at) = (ways[at].point as usize, ways[at].from as usize);
+        }
+        Selection { states: chosen(&found), exact }
+    }
+
+    /// The price of a unit at which the hulls fill the budget, and a choice by it: the hulls climbed as far as their
+    /// steps fit, what no longer fits passed over.
+    fn climb(&self, units: u64) -> (f64, Vec<usize>) {
+        let (mut left, mut price) = (units, None);
+        let mut at = vec![0usize; self.fronts.len()];
+        let mut closed = vec![false; self.fronts.len()];
+        for &(slope, layer, to) in &self.steps {
             if closed[layer] {
                 continue;
             }
-            let now = choices[layer].bytes_of(states[layer]);
-            if point.bytes - now <= left {
-                left -= point.bytes - now;
-                states[layer] = point.state;
-                continue;
-            }
-            // The step is too long: the best of this layer's states that still fits.
-            closed[layer] = true;
-            let value = choices[layer].value(states[layer], weights);
-            let fits = self.points[layer]
-                .iter()
-                .filter(|p| p.bytes > now && p.bytes - now <= left && p.value > value);
-            if let Some(best) = fits.max_by(|a, b| a.value.total_cmp(&b.value).then(b.bytes.cmp(&a.bytes))) {
-                left -= best.bytes - now;
-                states[layer] = best.state;
+            let front = &self.fronts[layer];
+            let more = u64::from(to.units - front[at[layer]].units);
+            if more <= left {
+                left -= more;
+                at[layer] = front.partition_point(|point| point.units < to.units);
+            } else {
+                price.get_or_insert(slope);
+                closed[layer] = true;
+                // The step is too long: as far up this layer's front as fits.
+                let most = u64::from(front[at[layer]].units) + left;
+                let further = front.partition_point(|point| u64::from(point.units) <= most) - 1;
+                left -= u64::from(front[further].units - front[at[layer]].units);
+                at[layer] = further;
             }
         }
-        fill(choices, weights, left, &mut states);
-        states
+        (price.unwrap_or(0.0), at)
+    }
+
+    /// What no choice of states can be worth more than, within a budget, and what these states are worth.
+    pub fn bound(&self, choices: &[&Choices<'_>], weights: Weights, budget: u64, states: &[State]) -> (f64, f64) {
+        let left = budget.saturating_sub(self.base);
+        let price = self.climb(left / self.unit).0 / self.unit as f64;
+        let most: f64 = choices.iter().map(|choice| choice.most_worth(weights, price)).sum();
+        let value: f64 =
+            choices.iter().zip(states).map(|(choice, &state)| choice.value(state, weights)).sum();
+        ((price * left as f64 + most).max(value), value)
     }
 }
 
-/// Takes single steps, the best per byte first, while any fits and gains.
-fn fill(choices: &[&Choices<'_>], weights: Weights, mut left: u64, states: &mut [State]) {
-    let best_step = |layer: usize, state: State, left: u64| -> Option<(f64, State, u64)> {
-        let choice = choices[layer];
-        let State { gate_up, down } = state;
-        let moves = [
-            State { gate_up: gate_up + 1, down },
-            State { gate_up, down: down + 1 },
-            State { gate_up: gate_up + 1, down: down + 1 },
-        ];
-        let legal =
-            |s: &State| s.gate_up <= choice.most.gate_up && s.down <= choice.most.down && s.down <= s.gate_up;
-        let (now, bytes) = (choice.value(state, weights), choice.bytes_of(state));
-        let priced = |to: State| {
-            let more = choice.bytes_of(to) - bytes;
-            let gain = choice.value(to, weights) - now;
-            (more <= left && gain > 1e-15).then(|| (gain / more.max(1) as f64, to, more))
-        };
-        moves.into_iter().filter(legal).filter_map(priced).max_by(|a, b| a.0.total_cmp(&b.0))
-    };
-    let mut steps: Vec<_> = states.iter().enumerate().map(|(l, &s)| best_step(l, s, left)).collect();
-    loop {
-        let ranked = steps.iter().enumerate().filter_map(|(layer, step)| Some((layer, (*step)?)));
-        let Some((layer, (_, to, more))) = ranked.max_by(|a, b| a.1.0.total_cmp(&b.1.0).then(b.0.cmp(&a.0)))
-        else {
-            return;
-        };
-        left -= more;
-        states[layer] = to;
-        steps[layer] = best_step(layer, to, left);
-        for (l, step) in steps.iter_mut().enumerate() {
-            if step.is_some_and(|(_, _, more)| more > left) {
-                *step = best_step(l, states[l], left);
+/// Every way so far with every point of one more layer, where both are near enough to the bound; of those with as
+/// many units the best. The second value is false if there were too many to look at them all.
+fn combine(
+    ways: &[Filled],
+    front: &[Point],
+    least_point: f64,
+    least_way: f64,
+    price: f64,
+    most_units: u64,
+) -> (Vec<Filled>, bool) {
+    let near = |point: &&(u32, &Point)| point.1.value - price * f64::from(point.1.units) >= least_point;
+    let numbered: Vec<(u32, &Point)> = (0u32..).zip(front).collect();
+    let points: Vec<&(u32, &Point)> = numbered.iter().filter(near).collect();
+    let most_ways = MOST_COMBINATIONS / points.len().max(1);
+    let mut kept: Vec<u32> = (0..ways.len() as u32).collect();
+    if kept.len() > most_ways {
+        let worth = |i: &u32| ways[*i as usize].value - price * f64::from(ways[*i as usize].units);
+        kept.sort_by(|a, b| worth(b).total_cmp(&worth(a)).then(a.cmp(b)));
+        kept.truncate(most_ways);
+        kept.sort_unstable();
+    }
+    let all = kept.len() == ways.len();
+    let mut best: Vec<Option<Filled>> = vec![None; most_units as usize + 1];
+    for from in kept {
+        let way = ways[from as usize];
+        for &&(point, Point { units, value, .. }) in &points {
+            let (units, value) = (way.units + units, way.value + value);
+            let Some(slot) = best.get_mut(units as usize) else { break };
+            if value - price * f64::from(units) >= least_way && slot.is_none_or(|known| value > known.value) {
+                *slot = Some(Filled { units, value, from, point });
             }
         }
     }
+    let mut least = f64::NEG_INFINITY;
+    let gains = |way: &Filled| {
+        let gains = way.value > least;
+        least = least.max(way.value);
+        gains
+    };
+    (best.into_iter().flatten().filter(gains).collect(), all)
+}
+
+/// The greatest number of bytes that divides every size compared with a budget; 0 where nothing can be resident.
+pub(super) fn grain(choices: &[Choices<'_>]) -> u64 {
+    let gcd = |mut a: u64, mut b: u64| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    choices.iter().flat_map(|choice| [choice.bytes.0, choice.bytes.1]).fold(0, gcd)
 }
 
 /// The states of the layers of one domain, the most called experts first, whatever they cost. Where a whole expert
@@ -283,4 +393,122 @@ pub(super) fn by_hits(choices: &[&Choices<'_>], budget: u64) -> Vec<State> {
         }
     }
     states
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{MatrixShape, MoeLayerShape};
+    use crate::plan::routing::LayerRouting;
+    use crate::profile::DeviceProfile;
+    use crate::tensor::Dtype;
+    use crate::units::LayerId;
+
+    /// A layer whose curves are of no importance: the tests bring their own.
+    fn model(n_expert: usize, n_ff: usize) -> LayerModel {
+        let matrix = |n_in, n_out| MatrixShape { n_in, n_out, dtype: Dtype::Q8_0, bytes: 1 };
+        let experts = vec![[matrix(256, n_ff), matrix(256, n_ff), matrix(n_ff, 256)]; n_expert];
+        let shape = MoeLayerShape { layer: LayerId(0), n_used: 1, experts };
+        let routing = LayerRouting { shares: vec![1.0 / n_expert as f64; n_expert], counts: None };
+        let profile = DeviceProfile::built_in(DeviceProfile::DEFAULT).expect("a profile");
+        LayerModel::new(&shape, &routing, &[], &profile).expect("a layer")
+    }
+
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, n: u64) -> u64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 33) % n
+        }
+
+        /// A curve of costs from 0 to `n` hot experts: mostly falling, with steps up, and sometimes level.
+        fn curve(&mut self, n: usize) -> Vec<f64> {
+            let mut cost = 1000.0;
+            let mut curve = vec![cost];
+            for _ in 0..n {
+                cost -= self.below(40) as f64 - 12.0;
+                curve.push(cost);
+            }
+            curve
+        }
+    }
+
+    /// The best value of any combination of states within a budget.
+    fn enumerated(choices: &[&Choices<'_>], weights: Weights, left: u64) -> f64 {
+        let Some((first, rest)) = choices.split_first() else { return 0.0 };
+        let mut best = f64::NEG_INFINITY;
+        for gate_up in 0..=first.most.gate_up {
+            for down in 0..=gate_up {
+                let state = State { gate_up, down };
+                if let Some(left) = left.checked_sub(first.bytes_of(state)) {
+                    best = best.max(first.value(state, weights) + enumerated(rest, weights, left));
+                }
+            }
+        }
+        best
+    }
+
+    #[test]
+    fn the_selection_is_the_best_of_all_combinations() {
+        let mut random = Random(1);
+        for round in 0..120 {
+            let sizes: Vec<(usize, usize)> = (0..1 + round % 3)
+                .map(|_| (1 + random.below(5) as usize, [64, 256, 512][random.below(3) as usize]))
+                .collect();
+            let models: Vec<LayerModel> = sizes.iter().map(|&(n, n_ff)| model(n, n_ff)).collect();
+            let mut curves = |n| Curves { gate_up: random.curve(n), down: random.curve(n) };
+            let curves: Vec<[Curves; 2]> = sizes.iter().map(|&(n, _)| [curves(n), curves(n)]).collect();
+            let choices: Vec<Choices<'_>> = models
+                .iter()
+                .zip(&curves)
+                .map(|(model, [decode, prefill])| Choices::new(model, decode, prefill, 4096))
+                .collect();
+            let choices: Vec<&Choices<'_>> = choices.iter().collect();
+            let weights = [(1.0, 0.0), (0.0, 1.0), (2.0, 1.0)][round % 2 + random.below(2) as usize];
+            let weights = Weights { decode: weights.0, prefill: weights.1 };
+            let fronts = Fronts::new(&choices, weights, 4096, 64 << 20);
+            let mut last = 0.0;
+            for budget in (0..24).map(|i| i * 70_000) {
+                let selection = fronts.select(budget);
+                let bytes: u64 = choices.iter().zip(&selection.states).map(|(c, &s)| c.bytes_of(s)).sum();
+                assert!(bytes <= budget, "{bytes} of {budget} bytes");
+                let (bound, value) = fronts.bound(&choices, weights, budget, &selection.states);
+                let best = enumerated(&choices, weights, budget);
+                assert!(selection.exact);
+                assert!((value - best).abs() < 1e-9, "{value} selected, {best} possible");
+                assert!(bound >= best - 1e-9, "a bound of {bound} below {best}");
+                assert!(value >= last, "{value} after {last} with less");
+                last = value;
+            }
+        }
+    }
+
+    #[test]
+    fn where_bytes_are_rounded_the_bound_still_holds() {
+        let mut random = Random(9);
+        for _ in 0..40 {
+            let models: Vec<LayerModel> = (0..3).map(|_| model(4, 64)).collect();
+            let curves: Vec<[Curves; 2]> = (0..3)
+                .map(|_| {
+                    let mut curves = || Curves { gate_up: random.curve(4), down: random.curve(4) };
+                    [curves(), curves()]
+                })
+                .collect();
+            let choices: Vec<Choices<'_>> =
+                models.iter().zip(&curves).map(|(m, [d, p])| Choices::new(m, d, p, 4096)).collect();
+            let choices: Vec<&Choices<'_>> = choices.iter().collect();
+            let weights = Weights { decode: 1.0, prefill: 1.0 };
+            // A window of 16 GiB: units of 1 MiB, in which an expert takes 80 KiB.
+            let fronts = Fronts::new(&choices, weights, 4096, 16 << 30);
+            for budget in [0, 100 << 10, 3 << 20, 5 << 20] {
+                let selection = fronts.select(budget);
+                let bytes: u64 = choices.iter().zip(&selection.states).map(|(c, &s)| c.bytes_of(s)).sum();
+                let (bound, value) = fronts.bound(&choices, weights, budget, &selection.states);
+                let best = enumerated(&choices, weights, budget);
+                assert!(!selection.exact && bytes <= budget);
+                assert!(value <= best + 1e-9 && best <= bound + 1e-9, "{value} <= {best} <= {bound}");
+            }
+        }
+    }
 }
