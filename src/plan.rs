@@ -12,9 +12,12 @@ mod explain;
 mod forecast;
 mod hits;
 mod layer;
+mod notes;
+mod paging;
 mod place;
 mod routing;
 mod select;
+mod selector;
 mod sweep;
 mod times;
 
@@ -40,13 +43,14 @@ use crate::profile::{DeviceProfile, ProfileError};
 use crate::tensor::Projection;
 use crate::tile::TileError;
 use crate::units::{Bytes, ExpertId, LayerId};
-use cost::Rates;
 use document::tidy;
 use forecast::{Case, Hot};
 use layer::{Curves, LayerModel};
+use notes::{memory, notes};
 use place::Resident;
 use routing::{LayerRouting, SkewEnd};
-use select::{Choices, Fronts, State, Weights};
+use select::{Choices, State, Weights};
+use selector::{Selected, Selector, best_hot};
 
 /// Tokens of the prompt that prefill is planned for.
 pub const PROMPT_TOKENS: u32 = 512;
@@ -262,8 +266,8 @@ impl<'a> Planner<'a> {
         let mut selector = Selector::new(self);
         check_forced_bytes(&selector.choices, domains, budget.0)?;
         let selected = selector.select(budget.0);
-        let gap = selector.gap(&selected, budget.0);
-        let Selected { weights, states, .. } = selected;
+        let gap = selector.gap(&selected);
+        let Selected { weights, states, usable, .. } = selected;
         let (likely, choices) = (&cases[1], &selector.choices);
         let hot = [Regime::Decode, Regime::Prefill]
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
@@ -271,16 +275,22 @@ impl<'a> Planner<'a> {
         let layers = layer_plans(shape, choices, domains, &states);
         let chunks = place::place(&resident(choices, &layers, weights), request.domains, profile);
         let footprint = place::footprint(&chunks, request.domains, profile)?;
-        let decode = forecast::forecast(shape, cases, Regime::Decode, &hot[0]);
-        let prefill = forecast::forecast(shape, cases, Regime::Prefill, &hot[1]);
-        let memory = memory(request, &footprint);
+        let memory = memory(request, footprint.weight_bytes, footprint.scratch_bytes);
+        let [decode, prefill] =
+            [(Regime::Decode, 1), (Regime::Prefill, PROMPT_TOKENS)].map(|(regime, tokens)| {
+                forecast::forecast(request, cases, regime, tokens, &hot[regime as usize], &memory)
+            });
         let hit_rates = forecast::hit_rates(shape, &request.routing, cases, &states);
         let profile_digest = blake3::hash(&profile.to_json()?).to_hex().to_string();
+        let mut notes = notes(request, &layers, &likely.models, &hit_rates, &memory);
+        if usable < budget.0 {
+            notes.push(Note::KeptForModel { used: footprint.weight_bytes });
+        }
         Ok(Plan {
             schema: document::SCHEMA.to_owned(),
             verdict: forecast::verdict(&decode, &prefill, !request.force_hot.is_empty(), objective),
             forecasts: vec![decode, prefill],
-            notes: notes(request, &layers, &likely.models, &hit_rates, &memory),
+            notes,
             profile: ProfileId { name: profile.name.clone(), digest: profile_digest },
             statistics: match request.routing {
                 Routing::Measured(statistics) => Some(statistics.digest()?),
@@ -299,6 +309,21 @@ impl<'a> Planner<'a> {
             layers,
             chunks,
         })
+    }
+
+    /// What a plan that this planner made gives for a prompt or step of another length. Prompts longer than 512 tokens
+    /// are read 512 at a time, as `ork-run` does.
+    pub fn forecast_at(&self, plan: &Plan, tokens: u32) -> Forecast {
+        let batch = tokens.clamp(1, PROMPT_TOKENS);
+        let hot = |layer: &LayerPlan| {
+            let items = plan.hot(LayerId(layer.layer), batch);
+            let down = items.iter().filter(|item| item.holds == Holds::Whole).count();
+            Hot { gate_up: items.len(), down, domain: layer.domain }
+        };
+        let hot: Vec<Hot> = plan.layers.iter().map(hot).collect();
+        let regime = if batch == 1 { Regime::Decode } else { Regime::Prefill };
+        let forecast = forecast::forecast(self.request, &self.cases, regime, batch, &hot, &plan.memory);
+        Forecast { tokens: tokens.max(1), ..forecast }
     }
 
     /// The smallest budget that can be planned with: what the experts named by the user need in the fullest domain.
@@ -404,7 +429,7 @@ fn cases(request: &PlanRequest<'_>, forced: &[Vec<u32>]) -> Result<Vec<Case>, Pl
             Some(case) => Rc::clone(&case.models),
             None => Rc::new(models(request, forced, end)?),
         };
-        cases.push(Case::new(Rates::of(request.profile, bound), models));
+        cases.push(Case::new(request.profile, bound, models));
     }
     Ok(cases)
 }
@@ -429,193 +454,6 @@ fn models(
         }
     };
     request.shape.moe_layers.iter().zip(&routing).zip(forced).map(model).collect()
-}
-
-/// What was selected for one budget.
-struct Selected {
-    /// What seconds saved were worth; `None` where experts were chosen by hits.
-    weights: Option<Weights>,
-    states: Vec<State>,
-    exact: bool,
-}
-
-/// Selects the states of all layers for one budget after the other; what no budget changes is kept.
-struct Selector<'p> {
-    planner: &'p Planner<'p>,
-    choices: Vec<Choices<'p>>,
-    /// For each domain its layers.
-    layers: Vec<Vec<usize>>,
-    /// For weights met before, each domain's fronts.
-    fronts: Vec<(Weights, Vec<Fronts>)>,
-}
-
-impl<'p> Selector<'p> {
-    fn new(planner: &'p Planner<'p>) -> Selector<'p> {
-        let choices = planner.choices();
-        let of = |domain| (0..choices.len()).filter(|&layer| planner.domains[layer] == domain).collect();
-        let layers = (0..planner.request.domains).map(of).collect();
-        Selector { planner, choices, layers, fronts: Vec::new() }
-    }
-
-    /// The states for a budget.
-    ///
-    /// A regime counts if the whole budget, given to it alone, makes it enough faster. With more budget a regime may
-    /// begin to count; none ever ceases to.
-    fn select(&mut self, budget: u64) -> Selected {
-        let asked = match self.planner.request.objective {
-            Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
-            Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
-            Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
-            Objective::Hits => {
-                let by_hits = |mine: &[&Choices<'_>]| select::by_hits(mine, budget);
-                let states = self.by_domain(|_, mine| by_hits(mine));
-                return Selected { weights: None, states, exact: true };
-            }
-        };
-        let decode = Weights { prefill: 0.0, ..asked };
-        let prefill = Weights { decode: 0.0, ..asked };
-        let weights = Weights {
-            decode: if self.counts(Regime::Decode, decode, budget) { asked.decode } else { 0.0 },
-            prefill: if self.counts(Regime::Prefill, prefill, budget) { asked.prefill } else { 0.0 },
-        };
-        let (states, exact) = self.best(weights, budget);
-        Selected { weights: Some(weights), states, exact }
-    }
-
-    /// Whether a regime that has the budget to itself gains enough.
-    fn counts(&mut self, regime: Regime, alone: Weights, budget: u64) -> bool {
-        if !(alone.decode > 0.0 || alone.prefill > 0.0) {
-            return false;
-        }
-        // With everything resident it gains as much as it ever can: most often that settles it.
-        let most: Vec<State> = self.choices.iter().map(Choices::most).collect();
-        self.gains(regime, alone, &most) && {
-            let (states, _) = self.best(alone, budget);
-            self.gains(regime, alone, &states)
-        }
-    }
-
-    /// Whether a regime gains enough with these states.
-    fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
-        let Planner { request, cases, domains, .. } = self.planner;
-        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, Some(weights));
-        let base = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
-        let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
-        seconds(&base) >= MIN_GAIN * seconds(&hot)
-    }
-
-    /// The states of all layers that save most, and whether that is certain.
-    fn best(&mut self, weights: Weights, budget: u64) -> (Vec<State>, bool) {
-        let (at, mut exact) = (self.fronts(weights), true);
-        let states = self.by_domain(|domain, _| {
-            let selection = self.fronts[at].1[domain].select(budget);
-            exact &= selection.exact;
-            selection.states
-        });
-        (states, exact)
-    }
-
-    /// The share of what is saved that any other choice could save more, at most; 0 for the best.
-    fn gap(&mut self, selected: &Selected, budget: u64) -> f64 {
-        let Some(weights) = selected.weights.filter(|_| !selected.exact) else { return 0.0 };
-        let (at, mut bound, mut value) = (self.fronts(weights), 0.0, 0.0);
-        self.by_domain(|domain, mine| {
-            let states: Vec<State> =
-                self.layers[domain].iter().map(|&layer| selected.states[layer]).collect();
-            let (most, worth) = self.fronts[at].1[domain].bound(mine, weights, budget, &states);
-            (bound, value) = (bound + most, value + worth);
-            states
-        });
-        if value > 0.0 { (bound - value) / value } else { 0.0 }
-    }
-
-    /// What `select` gives for the layers of each domain, in the order of the layers.
-    fn by_domain(&self, mut select: impl FnMut(usize, &[&Choices<'_>]) -> Vec<State>) -> Vec<State> {
-        let mut states = vec![State::default(); self.choices.len()];
-        for (domain, layers) in self.layers.iter().enumerate() {
-            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
-            for (&layer, state) in layers.iter().zip(select(domain, &mine)) {
-                states[layer] = state;
-            }
-        }
-        states
-    }
-
-    /// Where the fronts for these weights are kept.
-    fn fronts(&mut self, weights: Weights) -> usize {
-        if let Some(at) = self.fronts.iter().position(|(known, _)| *known == weights) {
-            return at;
-        }
-        let (grain, window) = (select::grain(&self.choices), self.planner.request.profile.window().0);
-        let front = |layers: &Vec<usize>| {
-            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
-            Fronts::new(&mine, weights, grain, window)
-        };
-        let fronts = self.layers.iter().map(front).collect();
-        self.fronts.push((weights, fronts));
-        self.fronts.len() - 1
-    }
-}
-
-/// What of each layer is hot when the first `n` items are.
-fn hots(
-    choices: &[Choices<'_>],
-    domains: &[u32],
-    n: impl Fn(&Choices<'_>) -> usize,
-    states: &[State],
-) -> Vec<Hot> {
-    let hot = |((choice, state), &domain): ((&Choices<'_>, &State), &u32)| {
-        let n = n(choice);
-        Hot { gate_up: n, down: n.min(state.down), domain }
-    };
-    choices.iter().zip(states).zip(domains).map(hot).collect()
-}
-
-/// How far one regime goes down: as far as is best in each layer, if the regime counts. Everything, where the plan was
-/// made for hits.
-///
-/// Each domain that is used costs a switch per pass, so the best single domain competes with all of them.
-fn best_hot(
-    request: &PlanRequest<'_>,
-    likely: &Case,
-    choices: &[Choices<'_>],
-    domains: &[u32],
-    states: &[State],
-    regime: Regime,
-    weights: Option<Weights>,
-) -> Vec<Hot> {
-    let Some(weights) = weights else {
-        let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
-        return states.iter().zip(domains).map(all).collect();
-    };
-    let base = hots(choices, domains, |choice| choice.base().gate_up, states);
-    let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
-    if weight <= 0.0 {
-        return base;
-    }
-    let curves = likely.curves(regime);
-    let best: Vec<Hot> = (0..choices.len())
-        .map(|i| {
-            let n = choices[i].best_cut(&curves[i], states[i]);
-            Hot { gate_up: n, down: n.min(states[i].down), domain: domains[i] }
-        })
-        .collect();
-    let single = |domain: u32| -> Vec<Hot> {
-        best.iter().zip(&base).map(|(best, base)| if best.domain == domain { *best } else { *base }).collect()
-    };
-    // The first of equals: nothing, rather than what gains nothing.
-    let mut candidates = vec![base.clone(), best.clone()];
-    if request.domains > 1 {
-        candidates.extend((0..request.domains).map(single));
-    }
-    let seconds = |hot: &[Hot]| regime_seconds(request, likely, regime, hot);
-    candidates.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(base)
-}
-
-/// Seconds of one pass of a regime.
-fn regime_seconds(request: &PlanRequest<'_>, likely: &Case, regime: Regime, hot: &[Hot]) -> f64 {
-    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
-    forecast::seconds(request.shape, &likely.rates, tokens, likely.curves(regime), hot)
 }
 
 /// Both cuts; prefill from the shortest batch on at which it gains, and at every longer one.
@@ -738,85 +576,4 @@ fn resident<'a>(
     }
     items.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.total_cmp(&a.1)));
     items.into_iter().map(|(_, _, item)| item).collect()
-}
-
-fn memory(request: &PlanRequest<'_>, footprint: &Footprint) -> MemoryAccount {
-    let shape = request.shape;
-    let experts: u64 =
-        shape.moe_layers.iter().flat_map(|moe| &moe.experts).flatten().map(|matrix| matrix.bytes).sum();
-    let source_bytes = experts + shape.dense_bytes;
-    let kv_bytes = shape.kv_bytes_per_token.saturating_mul(u64::from(CONTEXT_TOKENS));
-    let state_bytes = shape.state_bytes;
-    let total = [source_bytes, footprint.weight_bytes, footprint.scratch_bytes, kv_bytes, state_bytes];
-    MemoryAccount {
-        source_bytes,
-        npu_bytes: footprint.weight_bytes,
-        scratch_bytes: footprint.scratch_bytes,
-        kv_bytes,
-        state_bytes,
-        context_tokens: CONTEXT_TOKENS,
-        total_bytes: total.into_iter().fold(0, u64::saturating_add),
-        ram_bytes: request.ram.map_or(request.profile.memory.ram_bytes.value, |ram| ram.0),
-    }
-}
-
-fn notes(
-    request: &PlanRequest<'_>,
-    layers: &[LayerPlan],
-    models: &[LayerModel],
-    hit_rates: &HitRates,
-    memory: &MemoryAccount,
-) -> Vec<Note> {
-    let mut notes = Vec::new();
-    match request.routing {
-        Routing::Assumed(_) => {
-            notes.push(Note::AssumedRouting);
-            if request.shape.moe_layers.iter().all(MoeLayerShape::uses_all) {
-                notes.push(Note::NoSkew { hotter_half: 0.5 });
-            }
-        }
-        Routing::Measured(statistics) => {
-            let coverage = statistics.coverage();
-            if coverage.is_thin() {
-                notes.push(Note::TooFewTokens { tokens: coverage.tokens, wanted: coverage.tokens_wanted });
-            }
-            if !coverage.never_seen.is_empty() {
-                let experts = coverage.never_seen.iter().map(|(layer, expert)| (layer.0, expert.0));
-                notes.push(Note::NeverSeen { experts: experts.collect(), of: coverage.n_experts });
-            }
-            if statistics.held_out.is_none() {
-                notes.push(Note::NoHeldOut);
-            }
-            let hotter_half = forecast::hotter_half(statistics, models);
-            if hotter_half <= 0.5 * EVEN {
-                notes.push(Note::NoSkew { hotter_half: tidy(hotter_half) });
-            }
-            let calibration = hit_rates.overall.calibration.value;
-            if let Some(held_out) = hit_rates.overall.held_out.filter(|held_out| held_out.high < calibration)
-            {
-                notes.push(Note::Drift { calibration, held_out: held_out.value });
-            }
-        }
-    }
-    if memory.total_bytes > memory.ram_bytes {
-        notes.push(Note::OverRam { needed: memory.total_bytes, ram: memory.ram_bytes });
-    }
-    for projection in Projection::ALL {
-        let of = |layer: &LayerPlan| layer.matrices.get(projection as usize).cloned();
-        let found = |test: fn(&MatrixPlan) -> bool| {
-            layers.iter().find_map(|layer| Some((layer.layer, of(layer).filter(test)?)))
-        };
-        let name = projection.name().to_owned();
-        if let Some((layer, _)) = found(|matrix| matrix.programs == 0) {
-            notes.push(Note::StaysOnCpu { layer, projection: name.clone() });
-        }
-        let factor =
-            |matrix: &MatrixPlan| matrix.tile_bytes as f64 / (matrix.n_in * matrix.n_out).max(1) as f64;
-        let padded =
-            |matrix: &MatrixPlan| matrix.tile_bytes as f64 > 1.1 * (matrix.n_in * matrix.n_out) as f64;
-        if let Some((layer, matrix)) = found(padded) {
-            notes.push(Note::Padded { layer, projection: name, factor: tidy(factor(&matrix)) });
-        }
-    }
-    notes
 }

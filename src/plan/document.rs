@@ -325,6 +325,11 @@ pub enum Note {
         /// Bytes there are.
         ram: u64,
     },
+    /// Part of the budget is left unused: more copies would take the memory that the model's own weights need.
+    KeptForModel {
+        /// Bytes of copies.
+        used: u64,
+    },
     /// A projection that no program can hold stays on the CPU.
     StaysOnCpu {
         /// The layer.
@@ -524,6 +529,12 @@ impl fmt::Display for Note {
                 "{} are needed and the board has {}: parts of the model will be read from disk again and again",
                 crate::units::Bytes(*needed),
                 crate::units::Bytes(*ram)
+            ),
+            Note::KeptForModel { used } => write!(
+                f,
+                "only {} of the budget are used: more copies would take the memory of the model's own weights, which \
+                 would be read from disk instead",
+                crate::units::Bytes(*used)
             ),
             Note::StaysOnCpu { layer, projection } => {
                 write!(

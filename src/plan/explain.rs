@@ -11,7 +11,8 @@ use serde::Serialize;
 use super::document::{Basis, Holds, Item, LayerPlan, Objective, Plan, tidy};
 use super::routing::Routing;
 use super::select::{Choices, grain};
-use super::{PlanError, Planner, Selector};
+use super::selector::Selector;
+use super::{PlanError, Planner};
 use crate::calibrate::Block;
 use crate::units::{ExpertId, LayerId};
 

@@ -1,15 +1,20 @@
 //! What a plan is expected to give: speeds as ranges, hit rates with intervals, and the verdict.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 
 use super::cost::{Bound, Rates};
-use super::document::{Advice, Basis, Forecast, HitRate, HitRates, Objective, Range, Regime, Verdict, tidy};
+use super::document::{
+    Advice, Basis, Forecast, HitRate, HitRates, MemoryAccount, Objective, Range, Regime, Verdict, tidy,
+};
 use super::layer::{Curves, LayerModel};
+use super::paging::Paging;
 use super::routing::{Routing, SkewEnd};
 use super::select::State;
-use super::{MIN_GAIN, PROMPT_TOKENS};
+use super::{PROMPT_TOKENS, PlanRequest};
 use crate::calibrate::{Block, Statistics};
 use crate::model::ModelShape;
+use crate::profile::DeviceProfile;
 
 /// One of the three cases that a range is made of.
 pub(super) struct Case {
@@ -20,6 +25,8 @@ pub(super) struct Case {
     pub decode: Vec<Curves>,
     /// Their costs for a prompt of [`PROMPT_TOKENS`].
     pub prefill: Vec<Curves>,
+    /// Bytes per second from the model's disk.
+    pub disk_bytes: f64,
 }
 
 /// What of each layer is hot, and in which domain it is.
@@ -35,10 +42,17 @@ impl Case {
     pub const ENDS: [(Bound, SkewEnd); 3] =
         [(Bound::Slow, SkewEnd::Low), (Bound::Likely, SkewEnd::Value), (Bound::Fast, SkewEnd::High)];
 
-    pub fn new(rates: Rates, models: Rc<Vec<LayerModel>>) -> Case {
+    pub fn new(profile: &DeviceProfile, bound: Bound, models: Rc<Vec<LayerModel>>) -> Case {
+        let rates = Rates::of(profile, bound);
+        let disk = &profile.rates.disk_bytes_per_s;
+        let disk_bytes = match bound {
+            Bound::Slow => disk.low(),
+            Bound::Likely => disk.value,
+            Bound::Fast => disk.high(),
+        };
         let decode = models.iter().map(|model| model.decode(&rates)).collect();
         let prefill = models.iter().map(|model| model.batch(&rates, PROMPT_TOKENS)).collect();
-        Case { rates, models, decode, prefill }
+        Case { rates, models, decode, prefill, disk_bytes }
     }
 
     /// The costs of a regime.
@@ -46,6 +60,15 @@ impl Case {
         match regime {
             Regime::Decode => &self.decode,
             Regime::Prefill => &self.prefill,
+        }
+    }
+
+    /// The costs of a batch.
+    fn curves_of(&self, tokens: u32) -> Cow<'_, [Curves]> {
+        match tokens {
+            1 => Cow::Borrowed(&self.decode),
+            PROMPT_TOKENS => Cow::Borrowed(&self.prefill),
+            _ => self.models.iter().map(|model| model.batch(&self.rates, tokens)).collect(),
         }
     }
 }
@@ -59,20 +82,39 @@ pub(super) fn seconds(shape: &ModelShape, rates: &Rates, tokens: u32, curves: &[
     rates.dense_seconds(shape, tokens) + layers + switches * rates.domain_switch
 }
 
-/// Speeds of one regime on the CPU, as planned, and with everything resident.
-pub(super) fn forecast(shape: &ModelShape, cases: &[Case], regime: Regime, hot: &[Hot]) -> Forecast {
-    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
+/// Speeds of a batch on the CPU, as planned, and with everything resident; what must be read from disk is part of them.
+pub(super) fn forecast(
+    request: &PlanRequest<'_>,
+    cases: &[Case],
+    regime: Regime,
+    tokens: u32,
+    hot: &[Hot],
+    memory: &MemoryAccount,
+) -> Forecast {
     let all = |model: &LayerModel| {
         let n = |may: bool| if may { model.n_expert() } else { 0 };
         let (gate_up, down) = model.may_be_hot();
         Hot { gate_up: n(gate_up), down: n(down), domain: 0 }
     };
+    let page = request.profile.memory.page_bytes.value;
+    let bytes_of_all = |case: &Case| -> u64 {
+        let bytes = |model: &LayerModel| {
+            let (gate_up, down) = model.bytes(page);
+            (gate_up + down) * model.n_expert() as u64
+        };
+        case.models.iter().map(bytes).sum()
+    };
     let speeds = |case: &Case| -> [f64; 3] {
-        let curves = case.curves(regime);
+        let curves = case.curves_of(tokens);
         let cold = vec![Hot { gate_up: 0, down: 0, domain: 0 }; hot.len()];
         let all: Vec<Hot> = case.models.iter().map(all).collect();
-        let speed = |hot: &[Hot]| f64::from(tokens) / seconds(shape, &case.rates, tokens, curves, hot);
-        [speed(&cold), speed(hot), speed(&all)]
+        let speed = |hot: &[Hot], npu_bytes: u64| {
+            let read = Paging::beside(memory, npu_bytes).bytes(request, case, hot, tokens);
+            let seconds = seconds(request.shape, &case.rates, tokens, &curves, hot);
+            f64::from(tokens) / (seconds + read / case.disk_bytes)
+        };
+        let planned = memory.npu_bytes + memory.scratch_bytes;
+        [speed(&cold, 0), speed(hot, planned), speed(&all, bytes_of_all(case))]
     };
     let speeds: Vec<[f64; 3]> = cases.iter().map(speeds).collect();
     let range = |i: usize| range_of(&speeds.iter().map(|speeds| speeds[i]).collect::<Vec<_>>());
@@ -195,7 +237,7 @@ pub(super) fn hotter_half(statistics: &Statistics, models: &[LayerModel]) -> f64
 pub(super) fn verdict(decode: &Forecast, prefill: &Forecast, asked: bool, objective: Objective) -> Verdict {
     let advice = |forecast: &Forecast| match () {
         () if asked || objective == Objective::Hits => Advice::AsAsked,
-        () if forecast.gain.value >= MIN_GAIN => Advice::Npu,
+        () if forecast.gain.value > 1.0 => Advice::Npu,
         () => Advice::CpuOnly,
     };
     let (d, p) = (advice(decode), advice(prefill));

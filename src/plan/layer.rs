@@ -106,6 +106,11 @@ impl LayerModel {
         self.order.len()
     }
 
+    /// `[n_expert][3]`, best first: source bytes of gate, up and down.
+    pub fn source_bytes(&self) -> &[[f64; 3]] {
+        &self.source_bytes
+    }
+
     /// Whether gate and up can be hot at all, and whether down can.
     pub fn may_be_hot(&self) -> (bool, bool) {
         let gate_up = self.parts[0].is_some() && self.parts[1].is_some();

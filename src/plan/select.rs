@@ -251,7 +251,8 @@ impl Fronts {
         if slack <= 1e-12 * bound.abs() {
             return Selection { states: chosen(&climbed), exact: self.exact };
         }
-        let (mut exact, mut ways) = (self.exact, vec![vec![Filled { units: 0, value: 0.0, from: 0, point: 0 }]]);
+        let (mut exact, mut ways) =
+            (self.exact, vec![vec![Filled { units: 0, value: 0.0, from: 0, point: 0 }]]);
         // What the layers so far have lost against the bound is all that counts of them.
         let mut reached = 0.0;
         for (front, most) in self.fronts.iter().zip(&most) {
@@ -303,7 +304,13 @@ impl Fronts {
     }
 
     /// What no choice of states can be worth more than, within a budget, and what these states are worth.
-    pub fn bound(&self, choices: &[&Choices<'_>], weights: Weights, budget: u64, states: &[State]) -> (f64, f64) {
+    pub fn bound(
+        &self,
+        choices: &[&Choices<'_>],
+        weights: Weights,
+        budget: u64,
+        states: &[State],
+    ) -> (f64, f64) {
         let left = budget.saturating_sub(self.base);
         let price = self.climb(left / self.unit).0 / self.unit as f64;
         let most: f64 = choices.iter().map(|choice| choice.most_worth(weights, price)).sum();

@@ -33,7 +33,7 @@ impl Serialize for PlanDocument<'_> {
         macro_rules! entries {
             ($($field:ident)*) => { $(map.serialize_entry(stringify!($field), &self.plan.$field)?;)* };
         }
-        entries! { schema verdict forecasts notes profile statistics architecture objective budget_bytes window_bytes n_domains footprint hit_rates memory cuts layers chunks }
+        entries! { schema verdict forecasts notes profile statistics architecture objective budget_bytes window_bytes n_domains footprint hit_rates memory gap cuts layers chunks }
         if !self.explanations.is_empty() {
             map.serialize_entry("explanations", &self.explanations)?;
         }

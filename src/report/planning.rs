@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use crate::calibrate::Origin;
 use crate::convert::FoundStatistics;
-use crate::plan::{Advice, Basis, Forecast, HitRate, MatrixPlan, Plan, Range, Regime};
+use crate::plan::{Advice, Basis, Forecast, HitRate, MatrixPlan, Objective, Plan, Range, Regime};
 use crate::units::Bytes;
 
 /// The plan for people; `source` says where its routing comes from.
@@ -79,6 +79,11 @@ fn residency(plan: &Plan) -> String {
         let rates = &plan.hit_rates;
         let _ = writeln!(text, "hit rate: {}, {}", hit_rate(&rates.overall), word(rates.basis));
     }
+    let _ = match (plan.objective, plan.gap) {
+        (Objective::Hits, _) => writeln!(text, "choice: the most called experts, whatever they cost"),
+        (_, 0.0) => writeln!(text, "choice: none within the budget saves more"),
+        (_, gap) => writeln!(text, "choice: another within the budget could save {:.2} % more at most", 100.0 * gap),
+    };
     for cut in &plan.cuts {
         let hot: u64 = cut.layers.iter().map(|&items| u64::from(items)).sum();
         let (regime, advice) = match cut.regime {

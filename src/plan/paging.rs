@@ -1,0 +1,59 @@
+//! A model that is larger than the memory: what each pass then reads from disk.
+//!
+//! Weights are mapped from their file, so what does not fit is read again when it is next used; copies for the NPU
+//! are pinned and take that memory away. Which experts are still there is taken as for the least recently used of
+//! independent choices (Che's approximation): a weight used with probability q in a pass is found with 1 − (1 − q)^t,
+//! with the t at which everything found fills the memory. Equations: docs/planning.md.
+
+use super::PlanRequest;
+use super::document::MemoryAccount;
+use super::forecast::{Case, Hot};
+
+/// Kept free for the system and the program itself: an estimate, half of a headless Linux with its caches and the
+/// runtime's own 150 MB.
+pub(super) const KEPT_FREE: u64 = 512 << 20;
+
+/// The memory that a plan leaves for the model's file, bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Paging {
+    room: f64,
+}
+
+impl Paging {
+    /// With copies of so many bytes, scratch included, beside what the account says of the rest.
+    pub fn beside(account: &MemoryAccount, npu_bytes: u64) -> Paging {
+        let taken = [npu_bytes, account.kv_bytes, account.state_bytes, KEPT_FREE];
+        let taken = taken.into_iter().fold(0, u64::saturating_add);
+        Paging { room: account.ram_bytes.saturating_sub(taken) as f64 }
+    }
+
+    /// Bytes that a pass of so many tokens reads from disk when these are hot; 0 where everything fits.
+    pub fn bytes(&self, request: &PlanRequest<'_>, case: &Case, hot: &[Hot], tokens: u32) -> f64 {
+        let dense = request.shape.dense_bytes as f64;
+        // Bytes and probability of use in a pass of what the CPU reads.
+        let mut used: Vec<(f64, f64)> = Vec::new();
+        for (model, hot) in case.models.iter().zip(hot) {
+            for (at, [gate, up, down]) in model.source_bytes().iter().enumerate() {
+                let gate_up = if at < hot.gate_up { 0.0 } else { gate + up };
+                let bytes = gate_up + if at < hot.down { 0.0 } else { *down };
+                let never = (1.0 - model.inclusion[at]).powf(f64::from(tokens));
+                used.push((bytes, 1.0 - never));
+            }
+        }
+        let all: f64 = used.iter().map(|(bytes, _)| bytes).sum();
+        if dense + all <= self.room {
+            return 0.0;
+        }
+        let missed = |t: f64| used.iter().map(|&(bytes, q)| bytes * q * (1.0 - q).powf(t)).sum::<f64>();
+        if dense >= self.room {
+            return dense - self.room + missed(0.0);
+        }
+        let found = |t: f64| used.iter().map(|&(bytes, q)| bytes * (1.0 - (1.0 - q).powf(t))).sum::<f64>();
+        let (mut low, mut high) = (-20.0f64, 40.0f64);
+        for _ in 0..48 {
+            let middle = 0.5 * (low + high);
+            if dense + found(middle.exp2()) < self.room { low = middle } else { high = middle }
+        }
+        missed(low.exp2())
+    }
+}

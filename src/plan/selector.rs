@@ -1,0 +1,266 @@
+//! Decides for one budget after the other: which regimes count, what is selected for them, how far down each goes.
+
+use super::document::{MemoryAccount, Objective, Regime};
+use super::forecast::{self, Case, Hot};
+use super::paging::{self, Paging};
+use super::select::{self, Choices, Fronts, State, Weights};
+use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanRequest, Planner, memory};
+
+/// Steps of the window at which the memory that copies take is weighed against the model's.
+const MEMORY_STEPS: u64 = 32;
+
+/// What was selected for one budget.
+pub(super) struct Selected {
+    /// What seconds saved were worth; `None` where experts were chosen by hits.
+    pub weights: Option<Weights>,
+    pub states: Vec<State>,
+    /// Bytes of the budget that were used at most: fewer where the model's own weights need the memory.
+    pub usable: u64,
+    exact: bool,
+}
+
+/// Selects the states of all layers for one budget after the other; what no budget changes is kept.
+pub(super) struct Selector<'p> {
+    planner: &'p Planner<'p>,
+    pub choices: Vec<Choices<'p>>,
+    /// For each domain its layers.
+    layers: Vec<Vec<usize>>,
+    /// For weights met before, each domain's fronts.
+    fronts: Vec<(Weights, Vec<Fronts>)>,
+    /// Seconds of what the plan is made for, by steps of the window, as far as they were needed.
+    with_disk: Vec<f64>,
+}
+
+impl<'p> Selector<'p> {
+    pub fn new(planner: &'p Planner<'p>) -> Selector<'p> {
+        let choices = planner.choices();
+        let of = |domain| (0..choices.len()).filter(|&layer| planner.domains[layer] == domain).collect();
+        let layers = (0..planner.request.domains).map(of).collect();
+        Selector { planner, choices, layers, fronts: Vec::new(), with_disk: Vec::new() }
+    }
+
+    /// The states for a budget: within all of it, or what of it leaves the model's own weights in memory.
+    pub fn select(&mut self, budget: u64) -> Selected {
+        let usable = self.usable(budget);
+        self.select_within(usable)
+    }
+
+    /// A regime counts if the whole budget, given to it alone, makes it enough faster. With more budget a regime may
+    /// begin to count; none ever ceases to.
+    fn select_within(&mut self, budget: u64) -> Selected {
+        if self.planner.request.objective == Objective::Hits {
+            let states = self.by_domain(|_, mine| select::by_hits(mine, budget));
+            return Selected { weights: None, states, usable: budget, exact: true };
+        }
+        let asked = weights_of(self.planner.request.objective);
+        let decode = Weights { prefill: 0.0, ..asked };
+        let prefill = Weights { decode: 0.0, ..asked };
+        let weights = Weights {
+            decode: if self.counts(Regime::Decode, decode, budget) { asked.decode } else { 0.0 },
+            prefill: if self.counts(Regime::Prefill, prefill, budget) { asked.prefill } else { 0.0 },
+        };
+        let (states, exact) = self.best(weights, budget);
+        Selected { weights: Some(weights), states, usable: budget, exact }
+    }
+
+    /// Whether a regime that has the budget to itself gains enough.
+    fn counts(&mut self, regime: Regime, alone: Weights, budget: u64) -> bool {
+        if !(alone.decode > 0.0 || alone.prefill > 0.0) {
+            return false;
+        }
+        // With everything resident it gains as much as it ever can: most often that settles it.
+        let most: Vec<State> = self.choices.iter().map(Choices::most).collect();
+        self.gains(regime, alone, &most) && {
+            let (states, _) = self.best(alone, budget);
+            self.gains(regime, alone, &states)
+        }
+    }
+
+    /// Whether a regime gains enough with these states.
+    fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
+        let Planner { request, cases, domains, .. } = self.planner;
+        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, Some(weights));
+        let base = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
+        let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
+        seconds(&base) >= MIN_GAIN * seconds(&hot)
+    }
+
+    /// The states of all layers that save most, and whether that is certain.
+    fn best(&mut self, weights: Weights, budget: u64) -> (Vec<State>, bool) {
+        let (at, mut exact) = (self.fronts(weights), true);
+        let states = self.by_domain(|domain, _| {
+            let selection = self.fronts[at].1[domain].select(budget);
+            exact &= selection.exact;
+            selection.states
+        });
+        (states, exact)
+    }
+
+    /// The share of what is saved that any other choice could save more, at most; 0 for the best.
+    pub fn gap(&mut self, selected: &Selected) -> f64 {
+        let Some(weights) = selected.weights.filter(|_| !selected.exact) else { return 0.0 };
+        let (at, mut bound, mut value) = (self.fronts(weights), 0.0, 0.0);
+        self.by_domain(|domain, mine| {
+            let states: Vec<State> =
+                self.layers[domain].iter().map(|&layer| selected.states[layer]).collect();
+            let (most, worth) = self.fronts[at].1[domain].bound(mine, weights, selected.usable, &states);
+            (bound, value) = (bound + most, value + worth);
+            states
+        });
+        if value > 0.0 { (bound - value) / value } else { 0.0 }
+    }
+
+    /// Bytes of these states.
+    fn bytes(&self, states: &[State]) -> u64 {
+        self.choices.iter().zip(states).map(|(choice, &state)| choice.bytes_of(state)).sum()
+    }
+
+    /// Bytes of everything that can be resident.
+    fn all_bytes(&self) -> u64 {
+        self.choices.iter().map(|choice| choice.bytes_of(choice.most())).sum()
+    }
+
+    /// What `select` gives for the layers of each domain, in the order of the layers.
+    fn by_domain(&self, mut select: impl FnMut(usize, &[&Choices<'_>]) -> Vec<State>) -> Vec<State> {
+        let mut states = vec![State::default(); self.choices.len()];
+        for (domain, layers) in self.layers.iter().enumerate() {
+            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
+            for (&layer, state) in layers.iter().zip(select(domain, &mine)) {
+                states[layer] = state;
+            }
+        }
+        states
+    }
+
+    /// Where the fronts for these weights are kept.
+    fn fronts(&mut self, weights: Weights) -> usize {
+        if let Some(at) = self.fronts.iter().position(|(known, _)| *known == weights) {
+            return at;
+        }
+        let (grain, window) = (select::grain(&self.choices), self.planner.request.profile.window().0);
+        let front = |layers: &Vec<usize>| {
+            let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
+            Fronts::new(&mine, weights, grain, window)
+        };
+        let fronts = self.layers.iter().map(front).collect();
+        self.fronts.push((weights, fronts));
+        self.fronts.len() - 1
+    }
+
+    /// How much of a budget to use: all of it where the model then still fits into memory. Else copies take away what
+    /// the model's own weights would fill, and whole steps of the window are compared.
+    fn usable(&mut self, budget: u64) -> u64 {
+        let Planner { request, .. } = self.planner;
+        let asked = request.objective == Objective::Hits || !request.force_hot.is_empty();
+        let all = budget.saturating_mul(u64::from(request.domains)).min(self.all_bytes());
+        let needed = self.account(all).total_bytes.saturating_add(paging::KEPT_FREE);
+        if asked || needed <= self.account(all).ram_bytes {
+            return budget;
+        }
+        let step = (request.profile.window().0 / MEMORY_STEPS).max(1);
+        let steps = (budget / step) as usize;
+        while self.with_disk.len() <= steps {
+            let selected = self.select_within(self.with_disk.len() as u64 * step);
+            let seconds = self.seconds_with_disk(&selected);
+            self.with_disk.push(seconds);
+        }
+        let tried = self.with_disk.iter().take(steps + 1).enumerate();
+        let best = tried.min_by(|a, b| a.1.total_cmp(b.1).then(a.0.cmp(&b.0)));
+        best.map_or(budget, |(steps, _)| steps as u64 * step)
+    }
+
+    /// The memory account with copies of so many bytes, all of the scratch counted.
+    fn account(&self, bytes: u64) -> MemoryAccount {
+        let request = self.planner.request;
+        let scratch = request.profile.memory.scratch_reserve_bytes.value;
+        memory(request, bytes, if bytes > 0 { scratch } else { 0 })
+    }
+
+    /// Seconds of what the plan is made for, what is read from disk included.
+    fn seconds_with_disk(&self, selected: &Selected) -> f64 {
+        let Planner { request, cases, domains, .. } = self.planner;
+        let Selected { states, weights, .. } = selected;
+        let (likely, asked) = (&cases[1], weights_of(request.objective));
+        let account = self.account(self.bytes(states));
+        let paging = Paging::beside(&account, account.npu_bytes + account.scratch_bytes);
+        let seconds = |(regime, weight): (Regime, f64)| {
+            let hot = best_hot(request, likely, &self.choices, domains, states, regime, *weights);
+            let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
+            let read = paging.bytes(request, likely, &hot, tokens);
+            weight * (regime_seconds(request, likely, regime, &hot) + read / likely.disk_bytes)
+        };
+        let regimes = [(Regime::Decode, asked.decode), (Regime::Prefill, asked.prefill)];
+        regimes.into_iter().filter(|(_, weight)| *weight > 0.0).map(seconds).sum()
+    }
+}
+
+/// What seconds saved are worth for an objective; nothing where it is hits.
+fn weights_of(objective: Objective) -> Weights {
+    match objective {
+        Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
+        Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
+        Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
+        Objective::Hits => Weights { decode: 0.0, prefill: 0.0 },
+    }
+}
+
+/// What of each layer is hot when the first `n` items are.
+fn hots(
+    choices: &[Choices<'_>],
+    domains: &[u32],
+    n: impl Fn(&Choices<'_>) -> usize,
+    states: &[State],
+) -> Vec<Hot> {
+    let hot = |((choice, state), &domain): ((&Choices<'_>, &State), &u32)| {
+        let n = n(choice);
+        Hot { gate_up: n, down: n.min(state.down), domain }
+    };
+    choices.iter().zip(states).zip(domains).map(hot).collect()
+}
+
+/// How far one regime goes down: as far as is best in each layer, if the regime counts. Everything, where the plan was
+/// made for hits.
+///
+/// Each domain that is used costs a switch per pass, so the best single domain competes with all of them.
+pub(super) fn best_hot(
+    request: &PlanRequest<'_>,
+    likely: &Case,
+    choices: &[Choices<'_>],
+    domains: &[u32],
+    states: &[State],
+    regime: Regime,
+    weights: Option<Weights>,
+) -> Vec<Hot> {
+    let Some(weights) = weights else {
+        let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
+        return states.iter().zip(domains).map(all).collect();
+    };
+    let base = hots(choices, domains, |choice| choice.base().gate_up, states);
+    let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
+    if weight <= 0.0 {
+        return base;
+    }
+    let curves = likely.curves(regime);
+    let best: Vec<Hot> = (0..choices.len())
+        .map(|i| {
+            let n = choices[i].best_cut(&curves[i], states[i]);
+            Hot { gate_up: n, down: n.min(states[i].down), domain: domains[i] }
+        })
+        .collect();
+    let single = |domain: u32| -> Vec<Hot> {
+        best.iter().zip(&base).map(|(best, base)| if best.domain == domain { *best } else { *base }).collect()
+    };
+    // The first of equals: nothing, rather than what gains nothing.
+    let mut candidates = vec![base.clone(), best.clone()];
+    if request.domains > 1 {
+        candidates.extend((0..request.domains).map(single));
+    }
+    let seconds = |hot: &[Hot]| regime_seconds(request, likely, regime, hot);
+    candidates.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(base)
+}
+
+/// Seconds of one pass of a regime.
+fn regime_seconds(request: &PlanRequest<'_>, likely: &Case, regime: Regime, hot: &[Hot]) -> f64 {
+    let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
+    forecast::seconds(request.shape, &likely.rates, tokens, likely.curves(regime), hot)
+}
