@@ -548,24 +548,18 @@ fn matrix_plan(moe: &MoeLayerShape, model: &LayerModel, p: Projection) -> Matrix
 /// The resident items of all layers, best first: those the user named, then by what each adds per byte.
 ///
 /// Inside a layer the order is that of its ranking: no item counts for more than the one before it.
-fn resident<'a>(
-    choices: &'a [Choices<'_>],
-    layers: &[LayerPlan],
-    weights: Option<Weights>,
-) -> Vec<Resident<'a>> {
+fn resident<'a>(choices: &'a [Choices<'_>], layers: &[LayerPlan], weights: Weights) -> Vec<Resident<'a>> {
     let mut items: Vec<(f64, f64, Resident<'a>)> = Vec::new();
     for (choice, plan) in choices.iter().zip(layers) {
         let (mut key, mut share, mut n_whole) = (f64::INFINITY, f64::INFINITY, 0);
         for (at, item) in plan.ranking.iter().take(plan.resident as usize).enumerate() {
             let whole = usize::from(item.holds == Holds::Whole);
             n_whole += whole;
-            let worth = match weights {
-                _ if item.forced => f64::INFINITY,
-                None => item.share * f64::from(plan.n_used),
-                Some(weights) => {
-                    let value = |gate_up, down| choice.value(State { gate_up, down }, weights);
-                    (value(at + 1, n_whole) - value(at, n_whole - whole)) / item.bytes.max(1) as f64
-                }
+            let value = |gate_up, down| choice.value(State { gate_up, down }, weights);
+            let worth = match () {
+                () if item.forced => f64::INFINITY,
+                () if weights.hits > 0.0 => item.share * f64::from(plan.n_used),
+                () => (value(at + 1, n_whole) - value(at, n_whole - whole)) / item.bytes.max(1) as f64,
             };
             key = key.min(worth);
             share = share.min(item.share * f64::from(plan.n_used));

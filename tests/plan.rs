@@ -512,7 +512,7 @@ fn a_larger_budget_never_predicts_slower() {
         let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
         request.budget = Some(Bytes(mib * MIB));
         let planned = choose(&request).unwrap().forecasts[1].planned.value;
-        assert!(planned >= 0.999 * last, "{mib} MiB: {planned} after {last}");
+        assert!(planned >= last, "{mib} MiB: {planned} after {last}");
         last = planned;
         request.objective = Objective::Hits;
         let plan = choose(&request).unwrap();
@@ -936,7 +936,8 @@ fn the_memory_account_adds_up_and_warns() {
     assert!(!plan.notes.iter().any(|note| matches!(note, Note::OverRam { .. })));
     request.ram = Some(Bytes(4 * GIB));
     let plan = choose(&request).unwrap();
-    assert!(plan.notes.contains(&Note::OverRam { needed: sum, ram: 4 * GIB }));
+    let needed = plan.memory.total_bytes;
+    assert!(needed > 4 * GIB && plan.notes.contains(&Note::OverRam { needed, ram: 4 * GIB }));
 }
 
 // ---------------------------------------------------------------------------------------------- documents

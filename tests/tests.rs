@@ -1,6 +1,7 @@
 //! The one test binary: a module per concern.
 
 mod blocks;
+mod budgets;
 mod calibrate;
 mod carried;
 mod chat;

@@ -8,12 +8,12 @@
 //! are combined layer by layer, budget by budget.
 //!
 //! What a state is worth counts only as far down as each regime would go, so that more residency is never worth
-//! less, and a larger budget never either.
+//! less, nor is a larger budget.
 
 use super::layer::{Curves, LayerModel};
 
 /// Budgets that are told apart at most: above, bytes are counted in larger units, rounded up.
-const MOST_UNITS: u64 = 1 << 14;
+pub(super) const MOST_UNITS: u64 = 1 << 16;
 
 /// Experts of a layer whose numbers of gates and downs are combined one by one; above, in steps.
 const FINE: usize = 256;
@@ -37,13 +37,20 @@ pub(super) struct Choices<'a> {
     pub bytes: (u64, u64),
     base: State,
     most: State,
+    /// `[n_expert + 1]`: calls per token that the first experts get.
+    served: Vec<f64>,
 }
 
-/// What seconds saved are worth: per decoded token, and per prompt.
+/// What counts: seconds saved per decoded token, seconds saved per prompt, or calls served.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Weights {
     pub decode: f64,
     pub prefill: f64,
+    pub hits: f64,
+}
+
+impl Weights {
+    pub const NONE: Weights = Weights { decode: 0.0, prefill: 0.0, hits: 0.0 };
 }
 
 /// What was selected in one domain.
@@ -59,7 +66,19 @@ impl<'a> Choices<'a> {
         let n = |may: bool| if may { model.n_expert() } else { 0 };
         let most = State { gate_up: n(gate_up), down: n(down) };
         let base = State { gate_up: model.n_forced.min(most.gate_up), down: model.n_forced.min(most.down) };
-        Choices { model, decode, prefill, bytes: model.bytes(page), base, most }
+        let mut served = vec![0.0];
+        for (at, used) in model.inclusion.iter().enumerate() {
+            served.push(served[at] + used);
+        }
+        Choices { model, decode, prefill, bytes: model.bytes(page), base, most, served }
+    }
+
+    /// Calls per token that a state serves, mean of the three projections, beyond what the user demands. Among equals
+    /// whole experts: both phases then begin with the same submission.
+    fn hits(&self, State { gate_up, down }: State) -> f64 {
+        let served = |n: usize, base: usize| self.served[n] - self.served[base];
+        let (gate_up, down) = (served(gate_up, self.base.gate_up), served(down, self.base.down));
+        (2.0 * gate_up + (1.0 + 1e-9) * down) / 3.0
     }
 
     /// What must be resident: the experts that the user named.
@@ -83,14 +102,14 @@ impl<'a> Choices<'a> {
         (self.base.gate_up..=state.gate_up).fold(self.base.gate_up, better)
     }
 
-    /// Seconds saved against the state that the user demands, each regime going down as far as is best for it.
+    /// What a state is worth against the one that the user demands, each regime going down as far as is best for it.
     pub fn value(&self, state: State, weights: Weights) -> f64 {
         let saved = |curves: &Curves| {
             let cut = self.best_cut(curves, state);
             curves.at(self.base.gate_up, self.base.down) - curves.at(cut, cut.min(state.down))
         };
         let of = |weight: f64, curves: &Curves| if weight > 0.0 { weight * saved(curves) } else { 0.0 };
-        of(weights.decode, self.decode) + of(weights.prefill, self.prefill)
+        of(weights.decode, self.decode) + of(weights.prefill, self.prefill) + weights.hits * self.hits(state)
     }
 
     /// Calls `visit` with states and what each is worth: every one, or where `step` is above 1 those with equal
@@ -113,7 +132,7 @@ impl<'a> Choices<'a> {
                 let least = (beyond[r] + curves.down[state.down]).min(whole[r][state.down]);
                 if weight > 0.0 { weight * (curves.at(base.gate_up, base.down) - least) } else { 0.0 }
             };
-            saved(0) + saved(1)
+            saved(0) + saved(1) + weights.hits * self.hits(state)
         };
         for down in base.down..=most.down {
             let first = down.max(base.gate_up);
@@ -202,6 +221,8 @@ pub(super) struct Fronts {
     fronts: Vec<Vec<Point>>,
     /// The steps of all hulls, steepest first: slope, layer, end.
     steps: Vec<(f64, usize, Point)>,
+    /// Units of the window, or of everything: more are of no use.
+    most_units: u64,
     /// Bytes of what the user demands.
     base: u64,
     /// Whether nothing was left out or rounded.
@@ -220,10 +241,17 @@ struct Filled {
 }
 
 impl Fronts {
-    /// The fronts of some layers, for budgets up to a window.
-    pub fn new(choices: &[&Choices<'_>], weights: Weights, grain: u64, window: u64) -> Fronts {
-        let grain = grain.max(1);
-        let unit = (window / MOST_UNITS).div_ceil(grain).max(1) * grain;
+    /// The fronts of some layers, for budgets up to a window; `grain` divides all their sizes.
+    pub fn new(
+        choices: &[&Choices<'_>],
+        weights: Weights,
+        grain: u64,
+        window: u64,
+        most_units: u64,
+    ) -> Fronts {
+        let most = |choice: &&Choices<'_>| choice.bytes_of(choice.most);
+        let (grain, window) = (grain.max(1), window.min(choices.iter().map(most).sum()));
+        let unit = (window / most_units).div_ceil(grain).max(1) * grain;
         let fine = choices.iter().all(|choice| choice.model.n_expert() <= FINE);
         let fronts: Vec<Vec<Point>> =
             choices.iter().map(|choice| front(choice, weights, unit, window / unit)).collect();
@@ -233,12 +261,12 @@ impl Fronts {
         }
         steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.units.cmp(&b.2.units)));
         let base = choices.iter().map(|choice| choice.bytes_of(choice.base)).sum();
-        Fronts { unit, fronts, steps, base, exact: fine && unit == grain }
+        Fronts { unit, fronts, steps, most_units: window / unit + 1, base, exact: fine && unit == grain }
     }
 
     /// The best states within a budget.
     pub fn select(&self, budget: u64) -> Selection {
-        let units = budget.saturating_sub(self.base) / self.unit;
+        let units = (budget.saturating_sub(self.base) / self.unit).min(self.most_units);
         let (price, climbed) = self.climb(units);
         let chosen = |at: &[usize]| at.iter().zip(&self.fronts).map(|(&at, front)| front[at].state).collect();
         let at_price = |point: &Point| point.value - price * f64::from(point.units);
@@ -373,35 +401,6 @@ pub(super) fn grain(choices: &[Choices<'_>]) -> u64 {
     choices.iter().flat_map(|choice| [choice.bytes.0, choice.bytes.1]).fold(0, gcd)
 }
 
-/// The states of the layers of one domain, the most called experts first, whatever they cost. Where a whole expert
-/// no longer fits, its gate and up may.
-pub(super) fn by_hits(choices: &[&Choices<'_>], budget: u64) -> Vec<State> {
-    let mut states: Vec<State> = choices.iter().map(|choice| choice.base()).collect();
-    let mut left =
-        budget.saturating_sub(choices.iter().map(|choice| choice.bytes_of(choice.base())).sum::<u64>());
-    let mut experts: Vec<(f64, usize, usize)> = Vec::new();
-    for (layer, choice) in choices.iter().enumerate() {
-        let rest = choice.model.inclusion.iter().enumerate().skip(choice.base.gate_up);
-        experts.extend(rest.map(|(at, &used)| (used, layer, at)));
-    }
-    experts.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
-    for (_, layer, at) in experts {
-        let (choice, state) = (choices[layer], states[layer]);
-        if state.gate_up != at || at >= choice.most.gate_up {
-            continue;
-        }
-        let whole = choice.bytes.0 + choice.bytes.1;
-        if state.down == state.gate_up && at < choice.most.down && whole <= left {
-            left -= whole;
-            states[layer] = State { gate_up: at + 1, down: at + 1 };
-        } else if choice.bytes.0 <= left {
-            left -= choice.bytes.0;
-            states[layer].gate_up += 1;
-        }
-    }
-    states
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -472,9 +471,11 @@ mod tests {
                 .map(|(model, [decode, prefill])| Choices::new(model, decode, prefill, 4096))
                 .collect();
             let choices: Vec<&Choices<'_>> = choices.iter().collect();
-            let weights = [(1.0, 0.0), (0.0, 1.0), (2.0, 1.0)][round % 2 + random.below(2) as usize];
-            let weights = Weights { decode: weights.0, prefill: weights.1 };
-            let fronts = Fronts::new(&choices, weights, 4096, 64 << 20);
+            let kind = round % 3 + random.below(2) as usize;
+            let (decode, prefill, hits) =
+                [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (2.0, 1.0, 0.0), (0.0, 0.0, 1.0)][kind];
+            let weights = Weights { decode, prefill, hits };
+            let fronts = Fronts::new(&choices, weights, 4096, 64 << 20, MOST_UNITS);
             let mut last = 0.0;
             for budget in (0..24).map(|i| i * 70_000) {
                 let selection = fronts.select(budget);
@@ -505,10 +506,10 @@ mod tests {
             let choices: Vec<Choices<'_>> =
                 models.iter().zip(&curves).map(|(m, [d, p])| Choices::new(m, d, p, 4096)).collect();
             let choices: Vec<&Choices<'_>> = choices.iter().collect();
-            let weights = Weights { decode: 1.0, prefill: 1.0 };
-            // A window of 16 GiB: units of 1 MiB, in which an expert takes 80 KiB.
-            let fronts = Fronts::new(&choices, weights, 4096, 16 << 30);
-            for budget in [0, 100 << 10, 3 << 20, 5 << 20] {
+            let weights = Weights { decode: 1.0, prefill: 1.0, hits: 0.0 };
+            // Few units: an expert takes one and a half.
+            let fronts = Fronts::new(&choices, weights, 4096, 16 << 30, 18);
+            for budget in [0, 100 << 10, 300 << 10, 600 << 10, 900 << 10] {
                 let selection = fronts.select(budget);
                 let bytes: u64 = choices.iter().zip(&selection.states).map(|(c, &s)| c.bytes_of(s)).sum();
                 let (bound, value) = fronts.bound(&choices, weights, budget, &selection.states);

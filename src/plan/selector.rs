@@ -11,8 +11,8 @@ const MEMORY_STEPS: u64 = 32;
 
 /// What was selected for one budget.
 pub(super) struct Selected {
-    /// What seconds saved were worth; `None` where experts were chosen by hits.
-    pub weights: Option<Weights>,
+    /// What counted.
+    pub weights: Weights,
     pub states: Vec<State>,
     /// Bytes of the budget that were used at most: fewer where the model's own weights need the memory.
     pub usable: u64,
@@ -48,19 +48,16 @@ impl<'p> Selector<'p> {
     /// A regime counts if the whole budget, given to it alone, makes it enough faster. With more budget a regime may
     /// begin to count; none ever ceases to.
     fn select_within(&mut self, budget: u64) -> Selected {
-        if self.planner.request.objective == Objective::Hits {
-            let states = self.by_domain(|_, mine| select::by_hits(mine, budget));
-            return Selected { weights: None, states, usable: budget, exact: true };
-        }
         let asked = weights_of(self.planner.request.objective);
-        let decode = Weights { prefill: 0.0, ..asked };
-        let prefill = Weights { decode: 0.0, ..asked };
+        let decode = Weights { decode: asked.decode, ..Weights::NONE };
+        let prefill = Weights { prefill: asked.prefill, ..Weights::NONE };
         let weights = Weights {
             decode: if self.counts(Regime::Decode, decode, budget) { asked.decode } else { 0.0 },
             prefill: if self.counts(Regime::Prefill, prefill, budget) { asked.prefill } else { 0.0 },
+            hits: asked.hits,
         };
         let (states, exact) = self.best(weights, budget);
-        Selected { weights: Some(weights), states, usable: budget, exact }
+        Selected { weights, states, usable: budget, exact }
     }
 
     /// Whether a regime that has the budget to itself gains enough.
@@ -79,7 +76,7 @@ impl<'p> Selector<'p> {
     /// Whether a regime gains enough with these states.
     fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
         let Planner { request, cases, domains, .. } = self.planner;
-        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, Some(weights));
+        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, weights);
         let base = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
         let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
         seconds(&base) >= MIN_GAIN * seconds(&hot)
@@ -98,7 +95,10 @@ impl<'p> Selector<'p> {
 
     /// The share of what is saved that any other choice could save more, at most; 0 for the best.
     pub fn gap(&mut self, selected: &Selected) -> f64 {
-        let Some(weights) = selected.weights.filter(|_| !selected.exact) else { return 0.0 };
+        let weights = selected.weights;
+        if selected.exact {
+            return 0.0;
+        }
         let (at, mut bound, mut value) = (self.fronts(weights), 0.0, 0.0);
         self.by_domain(|domain, mine| {
             let states: Vec<State> =
@@ -140,7 +140,7 @@ impl<'p> Selector<'p> {
         let (grain, window) = (select::grain(&self.choices), self.planner.request.profile.window().0);
         let front = |layers: &Vec<usize>| {
             let mine: Vec<&Choices<'_>> = layers.iter().map(|&layer| &self.choices[layer]).collect();
-            Fronts::new(&mine, weights, grain, window)
+            Fronts::new(&mine, weights, grain, window, select::MOST_UNITS)
         };
         let fronts = self.layers.iter().map(front).collect();
         self.fronts.push((weights, fronts));
@@ -194,13 +194,13 @@ impl<'p> Selector<'p> {
     }
 }
 
-/// What seconds saved are worth for an objective; nothing where it is hits.
+/// What counts for an objective.
 fn weights_of(objective: Objective) -> Weights {
     match objective {
-        Objective::Decode => Weights { decode: 1.0, prefill: 0.0 },
-        Objective::Prefill => Weights { decode: 0.0, prefill: 1.0 },
-        Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0 },
-        Objective::Hits => Weights { decode: 0.0, prefill: 0.0 },
+        Objective::Decode => Weights { decode: 1.0, ..Weights::NONE },
+        Objective::Prefill => Weights { prefill: 1.0, ..Weights::NONE },
+        Objective::Auto => Weights { decode: f64::from(ANSWER_TOKENS), prefill: 1.0, hits: 0.0 },
+        Objective::Hits => Weights { hits: 1.0, ..Weights::NONE },
     }
 }
 
@@ -229,12 +229,12 @@ pub(super) fn best_hot(
     domains: &[u32],
     states: &[State],
     regime: Regime,
-    weights: Option<Weights>,
+    weights: Weights,
 ) -> Vec<Hot> {
-    let Some(weights) = weights else {
+    if weights.hits > 0.0 {
         let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
         return states.iter().zip(domains).map(all).collect();
-    };
+    }
     let base = hots(choices, domains, |choice| choice.base().gate_up, states);
     let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
     if weight <= 0.0 {

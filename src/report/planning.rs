@@ -79,10 +79,10 @@ fn residency(plan: &Plan) -> String {
         let rates = &plan.hit_rates;
         let _ = writeln!(text, "hit rate: {}, {}", hit_rate(&rates.overall), word(rates.basis));
     }
-    let _ = match (plan.objective, plan.gap) {
-        (Objective::Hits, _) => writeln!(text, "choice: the most called experts, whatever they cost"),
-        (_, 0.0) => writeln!(text, "choice: none within the budget saves more"),
-        (_, gap) => writeln!(text, "choice: another within the budget could save {:.2} % more at most", 100.0 * gap),
+    let more = if plan.objective == Objective::Hits { "serves more calls" } else { "saves more" };
+    let _ = match plan.gap {
+        0.0 => writeln!(text, "choice: none within the budget {more}"),
+        gap => writeln!(text, "choice: none within the budget {more}, but for {:.2} % at most", 100.0 * gap),
     };
     for cut in &plan.cuts {
         let hot: u64 = cut.layers.iter().map(|&items| u64::from(items)).sum();
