@@ -271,7 +271,7 @@ impl<'a> Planner<'a> {
         let (likely, choices) = (&cases[1], &selector.choices);
         let hot = [Regime::Decode, Regime::Prefill]
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
-        let cuts = cuts(request, likely, &states, &hot);
+        let cuts = cuts(request, likely, &hot);
         let layers = layer_plans(shape, choices, domains, &states);
         let chunks = place::place(&resident(choices, &layers, weights), request.domains, profile);
         let footprint = place::footprint(&chunks, request.domains, profile)?;
@@ -316,9 +316,8 @@ impl<'a> Planner<'a> {
     pub fn forecast_at(&self, plan: &Plan, tokens: u32) -> Forecast {
         let batch = tokens.clamp(1, PROMPT_TOKENS);
         let hot = |layer: &LayerPlan| {
-            let items = plan.hot(LayerId(layer.layer), batch);
-            let down = items.iter().filter(|item| item.holds == Holds::Whole).count();
-            Hot { gate_up: items.len(), down, domain: layer.domain }
+            let (gate_up, down) = Holds::count(plan.hot(LayerId(layer.layer), batch));
+            Hot { gate_up, down, domain: layer.domain }
         };
         let hot: Vec<Hot> = plan.layers.iter().map(hot).collect();
         let regime = if batch == 1 { Regime::Decode } else { Regime::Prefill };
@@ -457,7 +456,7 @@ fn models(
 }
 
 /// Both cuts; prefill from the shortest batch on at which it gains, and at every longer one.
-fn cuts(request: &PlanRequest<'_>, likely: &Case, states: &[State], hot: &[Vec<Hot>; 2]) -> Vec<Cut> {
+fn cuts(request: &PlanRequest<'_>, likely: &Case, hot: &[Vec<Hot>; 2]) -> Vec<Cut> {
     let [decode, prefill] = hot;
     let cold: Vec<Hot> = prefill.iter().map(|hot| Hot { gate_up: 0, down: 0, ..*hot }).collect();
     let gains = |tokens: u32| {
@@ -485,7 +484,7 @@ fn cuts(request: &PlanRequest<'_>, likely: &Case, states: &[State], hot: &[Vec<H
         };
         let all: f64 = request.shape.moe_layers.iter().map(|moe| moe.n_used as f64).sum();
         let hit_rate = tidy(hot.iter().zip(likely.models.iter()).map(served).sum::<f64>() / all);
-        let layers = hot.iter().zip(states).map(|(hot, state)| hot.gate_up.min(state.gate_up) as u32);
+        let layers = hot.iter().map(|hot| hot.gate_up.max(hot.down) as u32);
         Cut { regime, from_tokens, layers: layers.collect(), hit_rate }
     };
     vec![cut(Regime::Decode, 1, decode), cut(Regime::Prefill, from_tokens, prefill)]
@@ -502,18 +501,24 @@ fn layer_plans(
         let (choice, state) = (&choices[i], states[i]);
         let may_whole = choice.model.may_be_hot().1;
         let item = |at: usize| {
-            let whole = match at < state.gate_up {
-                true => at < state.down,
-                false => may_whole && state.down == state.gate_up,
+            // What is not resident would be as a whole, unless its layer does without downs.
+            let whole = if state.down < state.gate_up || !may_whole { Holds::GateUp } else { Holds::Whole };
+            let holds = match (at < state.gate_up, at < state.down) {
+                (true, true) => Holds::Whole,
+                (true, false) => Holds::GateUp,
+                (false, true) => Holds::Down,
+                (false, false) => whole,
             };
+            let (gate_up, down) = (holds != Holds::Down, holds != Holds::GateUp);
             let saved = |curves: &Curves| {
-                let down = |n: usize| if whole { n } else { n.min(state.down) };
-                curves.at(at, down(at)) - curves.at(at + 1, down(at + 1))
+                let of = |curve: &[f64], held: bool| if held { curve[at] - curve[at + 1] } else { 0.0 };
+                of(&curves.gate_up, gate_up) + of(&curves.down, down)
             };
+            let bytes = |bytes: u64, held: bool| if held { bytes } else { 0 };
             Item {
                 expert: choice.model.order[at],
-                holds: if whole { Holds::Whole } else { Holds::GateUp },
-                bytes: choice.bytes.0 + if whole { choice.bytes.1 } else { 0 },
+                holds,
+                bytes: bytes(choice.bytes.0, gate_up) + bytes(choice.bytes.1, down),
                 share: tidy(choice.model.inclusion[at] / moe.n_used as f64),
                 decode_seconds: tidy(saved(choice.decode)),
                 prefill_seconds: tidy(saved(choice.prefill)),
@@ -526,7 +531,7 @@ fn layer_plans(
             n_expert: moe.n_expert() as u32,
             n_used: moe.n_used as u32,
             matrices: Projection::ALL.map(|p| matrix_plan(moe, choice.model, p)).to_vec(),
-            resident: state.gate_up as u32,
+            resident: state.n_items() as u32,
             ranking: (0..moe.n_expert()).map(item).collect(),
         }
     };
@@ -551,15 +556,16 @@ fn matrix_plan(moe: &MoeLayerShape, model: &LayerModel, p: Projection) -> Matrix
 fn resident<'a>(choices: &'a [Choices<'_>], layers: &[LayerPlan], weights: Weights) -> Vec<Resident<'a>> {
     let mut items: Vec<(f64, f64, Resident<'a>)> = Vec::new();
     for (choice, plan) in choices.iter().zip(layers) {
-        let (mut key, mut share, mut n_whole) = (f64::INFINITY, f64::INFINITY, 0);
+        let (mut key, mut share) = (f64::INFINITY, f64::INFINITY);
         for (at, item) in plan.ranking.iter().take(plan.resident as usize).enumerate() {
-            let whole = usize::from(item.holds == Holds::Whole);
-            n_whole += whole;
-            let value = |gate_up, down| choice.value(State { gate_up, down }, weights);
+            let value = |n: usize| {
+                let (gate_up, down) = Holds::count(&plan.ranking[..n]);
+                choice.value(State { gate_up, down }, weights)
+            };
             let worth = match () {
                 () if item.forced => f64::INFINITY,
                 () if weights.hits > 0.0 => item.share * f64::from(plan.n_used),
-                () => (value(at + 1, n_whole) - value(at, n_whole - whole)) / item.bytes.max(1) as f64,
+                () => (value(at + 1) - value(at)) / item.bytes.max(1) as f64,
             };
             key = key.min(worth);
             share = share.min(item.share * f64::from(plan.n_used));

@@ -531,7 +531,9 @@ fn case_h8_a_small_budget_holds_something_and_none_holds_nothing() {
         (0, Objective::Auto, 0),
         (0, Objective::Hits, 0),
         (4096, Objective::Hits, 0),
-        (7 * MIB - 1, Objective::Hits, 0),
+        (4 * MIB - 1, Objective::Hits, 0),
+        // One down, of 2048 times 2048 with its padding.
+        (7 * MIB - 1, Objective::Hits, 1),
         (7 * MIB, Objective::Hits, 1),
         (11 * MIB, Objective::Hits, 1),
         (18 * MIB, Objective::Hits, 2),
@@ -1008,7 +1010,7 @@ fn tampered_plans_are_refused() {
         ("expert 8 of 8 is ranked", |p| p.layers[0].ranking[0].expert = 8),
         ("9 of 8 experts resident", |p| p.layers[0].resident = 9),
         ("0 of 8 experts used", |p| p.layers[0].n_used = 0),
-        ("a whole expert after one without down", |p| {
+        ("an expert after one that holds less or something else", |p| {
             let layer = p.layers.iter_mut().find(|layer| layer.resident >= 2).unwrap();
             layer.ranking[0].holds = Holds::GateUp;
             layer.ranking[1].holds = Holds::Whole;

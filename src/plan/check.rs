@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use super::document::{Chunk, LayerPlan, Plan, Regime, SCHEMA};
 use super::place::{footprint, projection_index};
-use super::{Holds, PlanError, routed_layers};
+use super::{Holds, Item, PlanError, routed_layers};
 use crate::calibrate::RoutedLayer;
 use crate::model::ModelShape;
 use crate::profile::DeviceProfile;
@@ -162,9 +162,10 @@ impl Plan {
         let Some(resident) = resident else {
             return refuse(format!("layer {layer}: {} of {} experts resident", plan.resident, plan.n_expert));
         };
-        // Whole experts come first: a cut then splits both phases alike.
-        if resident.windows(2).any(|pair| pair[0].holds == Holds::GateUp && pair[1].holds == Holds::Whole) {
-            return refuse(format!("layer {layer}: a whole expert after one without down"));
+        // Whole experts come first, then the same part of each: a cut then splits both phases alike.
+        let follows = |pair: &[Item]| pair[0].holds == Holds::Whole || pair[0].holds == pair[1].holds;
+        if !resident.windows(2).all(follows) {
+            return refuse(format!("layer {layer}: an expert after one that holds less or something else"));
         }
         Ok(())
     }

@@ -82,6 +82,9 @@ pub enum Holds {
     /// Gate and up; down stays on the CPU.
     #[serde(rename = "gate+up")]
     GateUp,
+    /// Down; gate and up stay on the CPU.
+    #[serde(rename = "down")]
+    Down,
 }
 
 /// One line of a layer's ranking.
@@ -430,7 +433,14 @@ impl Holds {
         match self {
             Holds::Whole => &Projection::ALL,
             Holds::GateUp => &[Projection::Gate, Projection::Up],
+            Holds::Down => &[Projection::Down],
         }
+    }
+
+    /// How many items of these hold gate and up, and how many down.
+    pub(super) fn count(items: &[Item]) -> (usize, usize) {
+        let of = |other: Holds| items.iter().filter(|item| item.holds != other).count();
+        (of(Holds::Down), of(Holds::GateUp))
     }
 }
 

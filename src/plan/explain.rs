@@ -199,7 +199,7 @@ impl Planner<'_> {
         let least = self.least_budget().0.div_ceil(grain);
         let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
-            wanted.at < selector.select(budget * grain).states[wanted.layer].gate_up
+            wanted.at < selector.select(budget * grain).states[wanted.layer].n_items()
         };
         for (wanted, flip) in wanted.iter().zip(&mut flips) {
             let ranked = &plan.layers[wanted.layer];

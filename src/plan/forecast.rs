@@ -76,7 +76,8 @@ impl Case {
 /// Seconds of a batch. Where several domains are used, each is switched to once.
 pub(super) fn seconds(shape: &ModelShape, rates: &Rates, tokens: u32, curves: &[Curves], hot: &[Hot]) -> f64 {
     let layers: f64 = curves.iter().zip(hot).map(|(curves, hot)| curves.at(hot.gate_up, hot.down)).sum();
-    let mut used: Vec<u32> = hot.iter().filter(|hot| hot.gate_up > 0).map(|hot| hot.domain).collect();
+    let mut used: Vec<u32> =
+        hot.iter().filter(|hot| hot.gate_up + hot.down > 0).map(|hot| hot.domain).collect();
     used.dedup();
     let switches = if used.len() > 1 { used.len() as f64 } else { 0.0 };
     rates.dense_seconds(shape, tokens) + layers + switches * rates.domain_switch

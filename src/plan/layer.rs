@@ -6,6 +6,7 @@
 use super::cost::{Load, Phase, Rates};
 use super::hits::{inclusion, prefix_hits};
 use super::routing::LayerRouting;
+use super::select::State;
 use crate::calibrate::{RowsPerExpert, bin_edges};
 use crate::model::MoeLayerShape;
 use crate::profile::DeviceProfile;
@@ -64,6 +65,11 @@ impl Curves {
     /// Seconds of the layer with so many gate and up pairs hot, and so many downs.
     pub fn at(&self, gate_up: usize, down: usize) -> f64 {
         self.gate_up[gate_up] + self.down[down]
+    }
+
+    /// The same of a state.
+    pub fn of(&self, state: State) -> f64 {
+        self.at(state.gate_up, state.down)
     }
 }
 

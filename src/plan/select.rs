@@ -1,7 +1,6 @@
 //! Which experts become resident: the best states of all layers inside a budget.
 //!
-//! A layer's state is how many of its experts, best first, have gate and up resident, and how many of these also
-//! down. One state is taken of each layer, the sum of their bytes is bounded, the sum of what they are worth as
+//! A layer's state is how many of its experts, best first, have gate and up resident, and how many have down. One state is taken of each layer, the sum of their bytes is bounded, the sum of what they are worth as
 //! large as can be: a multiple-choice knapsack. It is solved exactly, in three steps. Climbing the concave hulls of
 //! all layers together, steepest first, gives a price per byte, a good choice and a bound that no choice exceeds.
 //! At that price most states lose more than the bound is above the choice: they are left out. The few that remain
@@ -21,11 +20,23 @@ const FINE: usize = 256;
 /// Combinations that are looked at for one layer; if there are more, the least promising are left out.
 const MOST_COMBINATIONS: usize = 1 << 21;
 
-/// How many of a layer's experts are resident: `down <= gate_up`.
+/// How many of a layer's experts, best first, are resident: gate and up, and down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct State {
     pub gate_up: usize,
     pub down: usize,
+}
+
+impl State {
+    /// Experts of which anything is resident.
+    pub fn n_items(self) -> usize {
+        self.gate_up.max(self.down)
+    }
+
+    /// What of it is hot when the first `n` items are.
+    pub fn first(self, n: usize) -> State {
+        State { gate_up: n.min(self.gate_up), down: n.min(self.down) }
+    }
 }
 
 /// A layer's choices: its costs in both regimes.
@@ -97,56 +108,60 @@ impl<'a> Choices<'a> {
 
     /// How many items of the ranking are best hot, given what is resident; the fewest among equals.
     pub fn best_cut(&self, curves: &Curves, state: State) -> usize {
-        let cost = |i: usize| curves.at(i, i.min(state.down));
-        let better = |best: usize, i: usize| if cost(i) < cost(best) { i } else { best };
-        (self.base.gate_up..=state.gate_up).fold(self.base.gate_up, better)
+        let cost = |n: usize| curves.of(state.first(n));
+        let better = |best: usize, n: usize| if cost(n) < cost(best) { n } else { best };
+        (self.base.n_items()..=state.n_items()).fold(self.base.n_items(), better)
     }
 
     /// What a state is worth against the one that the user demands, each regime going down as far as is best for it.
     pub fn value(&self, state: State, weights: Weights) -> f64 {
-        let saved = |curves: &Curves| {
-            let cut = self.best_cut(curves, state);
-            curves.at(self.base.gate_up, self.base.down) - curves.at(cut, cut.min(state.down))
-        };
+        let saved =
+            |curves: &Curves| curves.of(self.base) - curves.of(state.first(self.best_cut(curves, state)));
         let of = |weight: f64, curves: &Curves| if weight > 0.0 { weight * saved(curves) } else { 0.0 };
         of(weights.decode, self.decode) + of(weights.prefill, self.prefill) + weights.hits * self.hits(state)
     }
 
     /// Calls `visit` with states and what each is worth: every one, or where `step` is above 1 those with equal
-    /// numbers, with no further downs, and every so many beside.
+    /// numbers, those with no more of one of the two than the user demands, and every so many beside.
     fn states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
-        let (base, most) = (self.base, self.most);
+        let base = self.base.n_items();
         let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)];
-        // Least cost of a cut that has all its downs, up to so many.
+        // Least cost of a cut of whole experts, up to so many.
         let whole = regimes.map(|(_, curves)| {
             let mut least = f64::INFINITY;
-            let cost = |j: usize| {
-                least = if j < base.gate_up { least } else { curves.at(j, j).min(least) };
+            let cost = |n: usize| {
+                least = if n < base { least } else { curves.at(n, n).min(least) };
                 least
             };
-            (0..=most.down).map(cost).collect::<Vec<f64>>()
+            (0..=self.most.gate_up.min(self.most.down)).map(cost).collect::<Vec<f64>>()
         });
-        let worth = |state: State, beyond: [f64; 2]| -> f64 {
+        let mut worth = |state: State, beyond: [f64; 2]| {
             let saved = |r: usize| {
                 let (weight, curves) = regimes[r];
-                let least = (beyond[r] + curves.down[state.down]).min(whole[r][state.down]);
-                if weight > 0.0 { weight * (curves.at(base.gate_up, base.down) - least) } else { 0.0 }
+                let least = beyond[r].min(whole[r][state.gate_up.min(state.down)]);
+                if weight > 0.0 { weight * (curves.of(self.base) - least) } else { 0.0 }
             };
-            saved(0) + saved(1) + weights.hits * self.hits(state)
+            visit(state, saved(0) + saved(1) + weights.hits * self.hits(state));
         };
-        for down in base.down..=most.down {
-            let first = down.max(base.gate_up);
-            let mut beyond = [f64::INFINITY; 2];
-            for gate_up in first..=most.gate_up {
-                for (least, (_, curves)) in beyond.iter_mut().zip(&regimes) {
-                    *least = least.min(curves.gate_up[gate_up]);
+        // As many gates as downs or more, then fewer.
+        for more_gates in [true, false] {
+            let split =
+                |State { gate_up, down }: State| if more_gates { (down, gate_up) } else { (gate_up, down) };
+            let ((short_base, long_base), (most_short, most_long)) = (split(self.base), split(self.most));
+            for short in short_base..=most_short {
+                let mut beyond = [f64::INFINITY; 2];
+                let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
+                for long in first..=most_long {
+                    let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
+                    let state = State { gate_up, down };
+                    for (least, (_, curves)) in beyond.iter_mut().zip(&regimes) {
+                        *least = least.min(curves.of(state));
+                    }
+                    let between = long != first && short != short_base;
+                    if !between || (short.is_multiple_of(step) && long.is_multiple_of(step)) {
+                        worth(state, beyond);
+                    }
                 }
-                let between = gate_up != first && down != base.down;
-                if between && !(gate_up.is_multiple_of(step) && down.is_multiple_of(step)) {
-                    continue;
-                }
-                let state = State { gate_up, down };
-                visit(state, worth(state, beyond));
             }
         }
     }
@@ -445,7 +460,7 @@ mod tests {
         let Some((first, rest)) = choices.split_first() else { return 0.0 };
         let mut best = f64::NEG_INFINITY;
         for gate_up in 0..=first.most.gate_up {
-            for down in 0..=gate_up {
+            for down in 0..=first.most.down {
                 let state = State { gate_up, down };
                 if let Some(left) = left.checked_sub(first.bytes_of(state)) {
                     best = best.max(first.value(state, weights) + enumerated(rest, weights, left));

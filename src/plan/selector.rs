@@ -77,7 +77,7 @@ impl<'p> Selector<'p> {
     fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
         let Planner { request, cases, domains, .. } = self.planner;
         let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, weights);
-        let base = hots(&self.choices, domains, |choice| choice.base().gate_up, states);
+        let base = hots(&self.choices, domains, |choice| choice.base().n_items(), states);
         let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
         seconds(&base) >= MIN_GAIN * seconds(&hot)
     }
@@ -212,8 +212,8 @@ fn hots(
     states: &[State],
 ) -> Vec<Hot> {
     let hot = |((choice, state), &domain): ((&Choices<'_>, &State), &u32)| {
-        let n = n(choice);
-        Hot { gate_up: n, down: n.min(state.down), domain }
+        let State { gate_up, down } = state.first(n(choice));
+        Hot { gate_up, down, domain }
     };
     choices.iter().zip(states).zip(domains).map(hot).collect()
 }
@@ -235,7 +235,7 @@ pub(super) fn best_hot(
         let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
         return states.iter().zip(domains).map(all).collect();
     }
-    let base = hots(choices, domains, |choice| choice.base().gate_up, states);
+    let base = hots(choices, domains, |choice| choice.base().n_items(), states);
     let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
     if weight <= 0.0 {
         return base;
@@ -244,7 +244,8 @@ pub(super) fn best_hot(
     let best: Vec<Hot> = (0..choices.len())
         .map(|i| {
             let n = choices[i].best_cut(&curves[i], states[i]);
-            Hot { gate_up: n, down: n.min(states[i].down), domain: domains[i] }
+            let State { gate_up, down } = states[i].first(n);
+            Hot { gate_up, down, domain: domains[i] }
         })
         .collect();
     let single = |domain: u32| -> Vec<Hot> {

@@ -26,12 +26,7 @@ impl Planner<'_> {
     pub fn layer_times(&self, plan: &Plan) -> Vec<LayerTime> {
         let likely = &self.cases[1];
         let time = |(i, layer): (usize, &super::LayerPlan)| {
-            // How many are hot in a regime: gate and up, and down.
-            let hot = |regime: usize| {
-                let n = plan.cuts[regime].layers[i] as usize;
-                let whole = layer.ranking[..n].iter().filter(|item| item.holds == Holds::Whole);
-                (n, whole.count())
-            };
+            let hot = |regime: usize| Holds::count(&layer.ranking[..plan.cuts[regime].layers[i] as usize]);
             let parts = |regime: usize, curves: ByMeasure<'_>| {
                 let (gate_up, down) = hot(regime);
                 let part = |of: fn(&Parts) -> f64| {

@@ -113,6 +113,7 @@ fn explained(plan: &Plan, why: &Explanation) -> String {
     let held = match why.resident {
         Some(Holds::Whole) => "in, whole",
         Some(Holds::GateUp) => "in, gate and up only",
+        Some(Holds::Down) => "in, down only",
         None => "out",
     };
     let used = match (why.resident, why.hot_in_decode, why.hot_in_prefill) {
