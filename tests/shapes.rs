@@ -4,7 +4,7 @@ use std::path::Path;
 
 use orkpack::executor::cpu::KernelMode;
 use orkpack::pack::Pack;
-use orkpack::plan::{MatrixPlan, Plan};
+use orkpack::plan::{Holds, MatrixPlan, Plan};
 use orkpack::report;
 use orkpack::runtime::{DeviceChoice, Options, Runtime, Session};
 use orkpack::tensor::{Dtype, Int8Matrix};
@@ -134,5 +134,46 @@ fn case_c14_and_c15_odd_shapes_are_padded_or_cut_and_their_sums_are_exact() {
         let far = sim.iter().zip(&contract).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         // Sums in f32 and in f64 may round an activation to the next integer: a hundredth of a logit at most here.
         assert!(far < 0.01, "{name}: {far} from the naive contract");
+    }
+}
+
+#[test]
+fn parts_of_an_expert_may_be_hot_alone_and_their_sums_are_exact() {
+    let case = &CASES[10];
+    let (gate, down) = (case.gate.1, case.down.1);
+    for (budget, expected) in [
+        (down, &[Holds::Down][..]),
+        (2 * gate, &[Holds::GateUp]),
+        (2 * gate + down, &[Holds::Whole]),
+        (2 * gate + 2 * down, &[Holds::Whole, Holds::Down]),
+        (4 * gate + down, &[Holds::Whole, Holds::GateUp]),
+    ] {
+        let folder = folder();
+        let model = model_in(folder.path(), &case.model());
+        calibrate_beside(&model, &TOKENS);
+        let outcome = convert(request(&model, hits(budget))).unwrap().1;
+        let pack = Pack::open(&outcome.output, Default::default()).unwrap();
+        let plan = Plan::from_json(pack.plan()).unwrap();
+        let resident = &plan.layers[0].ranking[..plan.layers[0].resident as usize];
+        assert_eq!(resident.iter().map(|item| item.holds).collect::<Vec<_>>(), expected, "{budget} bytes");
+        let logits = |device| {
+            let options = Options { device, kernel: KernelMode::Exact, strict: true, ..Options::default() };
+            let runtime = Runtime::open(&outcome.output, options).unwrap();
+            let mut session = Session::new(&runtime, runtime.engine().unwrap(), 16, 1);
+            let logits: Vec<f32> = TOKENS.iter().flat_map(|t| session.step(*t).unwrap().to_vec()).collect();
+            let calls = session.engine().counters().unwrap().decode;
+            (logits, calls.hot_gate_up, calls.hot_down)
+        };
+        let (sim, hot_gate_up, hot_down) = logits(DeviceChoice::Sim);
+        assert_eq!(logits(DeviceChoice::Cpu), (sim.clone(), hot_gate_up, hot_down), "{budget} bytes");
+        // Every part that is resident is used by some of these tokens.
+        assert_eq!(hot_gate_up > 0, expected.iter().any(|holds| *holds != Holds::Down), "{budget} bytes");
+        assert_eq!(hot_down > 0, expected.iter().any(|holds| *holds != Holds::GateUp), "{budget} bytes");
+        let runtime = Runtime::open(&outcome.output, Options::default()).unwrap();
+        let mut naive = NaiveExecutor::new(runtime.source(), runtime.model().weights());
+        naive.hot.extend(hot_matrices(&pack));
+        let contract = stepwise(runtime.model(), &mut naive, &TOKENS);
+        let far = sim.iter().zip(&contract).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(far < 0.01, "{budget} bytes: {far} from the naive contract");
     }
 }
