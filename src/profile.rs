@@ -1,7 +1,9 @@
 //! What a device can do: IOVA window, shapes, latencies, rates, from `formats/devices/<name>.json`.
 //!
 //! Every figure carries its source and how far it is to be trusted. Which shapes may run is data here, never an
-//! `if` elsewhere. Nothing in this module decides anything.
+//! `if` elsewhere. Nothing in this module decides anything; it says what its figures assume, and what to be wary of.
+
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -26,6 +28,18 @@ pub enum Confidence {
     /// A sensible guess.
     #[serde(rename = "estimated")]
     Estimated,
+}
+
+impl fmt::Display for Confidence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Confidence::Proven => "proven on boards",
+            Confidence::Measured => "measured by others",
+            Confidence::Read => "read in source",
+            Confidence::Derived => "derived",
+            Confidence::Estimated => "estimated",
+        })
+    }
 }
 
 /// A value with its source, its confidence and, where it is not exact, its range.
@@ -76,6 +90,10 @@ pub struct LegalK {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
+    /// Whether the device sees memory through its IOMMU; without it there is one domain, of contiguous memory.
+    pub iommu: Figure<bool>,
+    /// Contiguous memory that may be mapped while the IOMMU is off, bytes.
+    pub contiguous_bytes: Figure<u64>,
     /// IOMMU page, bytes.
     pub page_bytes: Figure<u64>,
     /// IOVA of one domain, bytes.
@@ -88,7 +106,9 @@ pub struct Memory {
     pub budget_bytes: Figure<u64>,
     /// What a domain keeps for programs, tasks, activations and results, bytes.
     pub scratch_reserve_bytes: Figure<u64>,
-    /// Longest chunk of weights, bytes.
+    /// Largest single buffer that a driver is known to give, bytes.
+    pub buffer_bytes: Figure<u64>,
+    /// Longest chunk of weights, bytes; never longer than a buffer.
     pub chunk_bytes: Figure<u64>,
     /// Alignment of a matrix inside its chunk, bytes.
     pub matrix_align_bytes: Figure<u64>,
@@ -120,14 +140,21 @@ pub struct Cores {
     pub tasks_per_submit: Figure<u32>,
 }
 
-/// Fixed costs, microseconds.
+/// Fixed costs, microseconds. A driver starts products in one of three modes: a stream of them over all cores, which
+/// is what the planner counts with; a chain of linked programs on one core; and a single product by itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Latency {
-    /// One submission and its completion.
+    /// Stream: one submission and its completion, its first program included.
     pub submit: Figure<f64>,
-    /// One further program of the same submission.
+    /// Stream: one further program of the same submission.
     pub program: Figure<f64>,
+    /// Single: one product on one core from its submission to its completion, without its bytes.
+    pub single_submit: Figure<f64>,
+    /// Chain: one submission on one core and its completion, without its programs.
+    pub chain_submit: Figure<f64>,
+    /// Chain: one program on its core, without its bytes.
+    pub chain_program: Figure<f64>,
     /// Making another domain the active one.
     pub domain_switch: Figure<f64>,
     /// Creating and mapping one buffer.
@@ -142,8 +169,17 @@ pub struct Rates {
     pub cpu_bytes_per_s: Figure<f64>,
     /// Weight bytes that the NPU streams alone, per second.
     pub npu_bytes_per_s: Figure<f64>,
+    /// Weight bytes that one core of the NPU streams alone, per second.
+    pub npu_core_bytes_per_s: Figure<f64>,
     /// Both together, per second.
     pub both_bytes_per_s: Figure<f64>,
+    /// Weight bytes that the CPU streams while the NPU does too; where not known, `both_bytes_per_s` is shared in
+    /// proportion to what each streams alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_shared_bytes_per_s: Option<Figure<f64>>,
+    /// Weight bytes that the NPU streams while the CPU does too; given together with the CPU's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub npu_shared_bytes_per_s: Option<Figure<f64>>,
     /// Multiply-accumulates of the CPU in prefill, per second.
     pub cpu_macs_per_s: Figure<f64>,
     /// Multiply-accumulates of the NPU, per second.
@@ -170,6 +206,10 @@ pub struct ValueCosts {
 pub struct Conditions {
     /// CPU threads that the rates assume.
     pub cpu_threads: Figure<u32>,
+    /// Clock of the board's memory, MHz.
+    pub ddr_mhz: Figure<u32>,
+    /// Clock of memory at which the streaming rates were found, MHz.
+    pub ddr_rated_mhz: Figure<u32>,
     /// Clocks that the rates assume, in words.
     pub clocks: String,
 }
@@ -200,6 +240,53 @@ pub struct DeviceProfile {
     pub conditions: Conditions,
 }
 
+/// What to be wary of in a profile.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// The device sees no more than a little contiguous memory.
+    IommuOff {
+        /// What may be mapped.
+        mappable: Bytes,
+        /// What of it is kept for programs, activations and results.
+        scratch: Bytes,
+    },
+    /// Memory runs slower than where the streaming rates were found.
+    SlowMemory {
+        /// The board's clock, MHz.
+        mhz: u32,
+        /// The clock of the rates, MHz.
+        rated_mhz: u32,
+    },
+    /// No rate or latency of the NPU was measured by anybody.
+    NothingMeasured {
+        /// The profile.
+        name: String,
+    },
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Warning::IommuOff { mappable, scratch } => write!(
+                f,
+                "the profile says that the IOMMU is off: {mappable} of contiguous memory can be mapped, {scratch} of it \
+                 are reserved for programs and results; enable the IOMMU in the board's device tree"
+            ),
+            Warning::SlowMemory { mhz, rated_mhz } => write!(
+                f,
+                "memory runs at {mhz} MHz, the rates were found at {rated_mhz}: streaming is {:.1} times slower; a parked \
+                 clock is the governor's doing",
+                f64::from(*rated_mhz) / f64::from((*mhz).max(1))
+            ),
+            Warning::NothingMeasured { name } => write!(
+                f,
+                "nothing was measured on {name} by anybody: its speeds are guesses within wide ranges"
+            ),
+        }
+    }
+}
+
 /// Why a profile could not be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -223,11 +310,19 @@ pub enum ProfileError {
 }
 
 /// The profiles that travel with the binaries.
-const BUILT_IN: [(&str, &str); 1] = [("rk3588", include_str!("../formats/devices/rk3588.json"))];
+const BUILT_IN: [(&str, &str); 2] = [
+    ("rk3588", include_str!("../formats/devices/rk3588.json")),
+    ("rk3576", include_str!("../formats/devices/rk3576.json")),
+];
 
 impl DeviceProfile {
     /// The profile used where none is named.
     pub const DEFAULT: &'static str = "rk3588";
+
+    /// The names of the profiles that travel with the binaries.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        BUILT_IN.iter().map(|(name, _)| *name)
+    }
 
     /// A profile that travels with the binaries.
     ///
@@ -264,8 +359,64 @@ impl DeviceProfile {
 
     /// What one domain holds of weights at most: its ceiling less the scratch reserve.
     pub fn window(&self) -> Bytes {
+        Bytes(self.mappable().saturating_sub(self.memory.scratch_reserve_bytes.value))
+    }
+
+    /// Bytes that one domain maps at most: its ceiling, or the contiguous memory while the IOMMU is off.
+    fn mappable(&self) -> u64 {
         let memory = &self.memory;
-        Bytes(memory.domain_ceiling_bytes.value.saturating_sub(memory.scratch_reserve_bytes.value))
+        let ceiling = memory.domain_ceiling_bytes.value;
+        if memory.iommu.value { ceiling } else { ceiling.min(memory.contiguous_bytes.value) }
+    }
+
+    /// Domains that may be used: one while the IOMMU is off.
+    pub fn domains(&self) -> u32 {
+        if self.memory.iommu.value { self.memory.domains.value } else { 1 }
+    }
+
+    /// What streaming rates are to be multiplied with: the board's memory clock over that of the rates.
+    pub fn memory_share(&self) -> f64 {
+        let conditions = &self.conditions;
+        f64::from(conditions.ddr_mhz.value) / f64::from(conditions.ddr_rated_mhz.value.max(1))
+    }
+
+    /// What the speeds of a plan rest on, a line each.
+    pub fn assumptions(&self) -> Vec<String> {
+        let (rates, conditions) = (&self.rates, &self.conditions);
+        let rate = |what: &str, figure: &Figure<f64>| {
+            let [low, value, high] = [figure.low(), figure.value, figure.high()].map(|rate| rate / 1e9);
+            format!("{what} {value:.1} GB/s ({low:.1} to {high:.1}), {}", figure.confidence)
+        };
+        vec![
+            format!(
+                "{} CPU threads; {}; memory at {} MHz",
+                conditions.cpu_threads.value, conditions.clocks, conditions.ddr_mhz.value
+            ),
+            rate("the CPU alone streams", &rates.cpu_bytes_per_s),
+            rate("the NPU alone streams", &rates.npu_bytes_per_s),
+            rate("both together stream", &rates.both_bytes_per_s),
+        ]
+    }
+
+    /// What to be wary of; nothing for a board as the figures describe it.
+    pub fn warnings(&self) -> Vec<Warning> {
+        let (memory, conditions, latency) = (&self.memory, &self.conditions, &self.latency_us);
+        let mut warnings = Vec::new();
+        if !memory.iommu.value {
+            let (mappable, scratch) = (Bytes(self.mappable()), Bytes(memory.scratch_reserve_bytes.value));
+            warnings.push(Warning::IommuOff { mappable, scratch });
+        }
+        let (mhz, rated_mhz) = (conditions.ddr_mhz.value, conditions.ddr_rated_mhz.value);
+        if mhz < rated_mhz {
+            warnings.push(Warning::SlowMemory { mhz, rated_mhz });
+        }
+        let speeds = [&self.rates.npu_bytes_per_s, &self.rates.npu_macs_per_s, &latency.submit];
+        let measured =
+            |figure: &&Figure<f64>| matches!(figure.confidence, Confidence::Proven | Confidence::Measured);
+        if !speeds.iter().any(measured) {
+            warnings.push(Warning::NothingMeasured { name: self.name.clone() });
+        }
+        warnings
     }
 
     /// The shortest legal contraction length that holds `k`; `None` when it is longer than one program.
@@ -292,11 +443,19 @@ impl DeviceProfile {
                 return refuse(field, value.to_string(), "4096, the page of the pack format");
             }
         }
+        let buffer = memory.buffer_bytes.value;
+        if !(4096..=1 << 32).contains(&buffer) {
+            return refuse("memory.buffer_bytes", buffer.to_string(), "4 KiB to 4 GiB");
+        }
         let chunk = memory.chunk_bytes.value;
         if !(4096..=1 << 30).contains(&chunk) || !chunk.is_multiple_of(4096) {
             return refuse("memory.chunk_bytes", chunk.to_string(), "whole pages, at most 1 GiB");
         }
+        if chunk > buffer {
+            return refuse("memory.chunk_bytes", chunk.to_string(), "no more than memory.buffer_bytes");
+        }
         for (field, value) in [
+            ("memory.contiguous_bytes", memory.contiguous_bytes.value),
             ("memory.domain_ceiling_bytes", memory.domain_ceiling_bytes.value),
             ("memory.domain_bytes", memory.domain_bytes.value),
         ] {
@@ -309,6 +468,8 @@ impl DeviceProfile {
             ("cores.count", self.cores.count.value, 32),
             ("cores.tasks_per_submit", self.cores.tasks_per_submit.value, 65_535),
             ("conditions.cpu_threads", self.conditions.cpu_threads.value, 1024),
+            ("conditions.ddr_mhz", self.conditions.ddr_mhz.value, 65_535),
+            ("conditions.ddr_rated_mhz", self.conditions.ddr_rated_mhz.value, 65_535),
         ] {
             if value == 0 || value > most {
                 return refuse(field, value.to_string(), "a small positive number");
@@ -350,9 +511,20 @@ impl DeviceProfile {
 
     fn check_rates(&self) -> Result<(), ProfileError> {
         let (rates, latency, costs) = (&self.rates, &self.latency_us, &self.cost_ns);
-        for (field, figure) in [
+        let given = [&rates.cpu_shared_bytes_per_s, &rates.npu_shared_bytes_per_s];
+        if given[0].is_some() != given[1].is_some() {
+            return Err(ProfileError::Value {
+                field: "rates.cpu_shared_bytes_per_s",
+                found: "one of a pair".to_owned(),
+                expected: "with npu_shared_bytes_per_s, or neither",
+            });
+        }
+        let names = ["rates.cpu_shared_bytes_per_s", "rates.npu_shared_bytes_per_s"];
+        let given = names.into_iter().zip(given).filter_map(|(name, figure)| Some((name, figure.as_ref()?)));
+        let figures = [
             ("rates.cpu_bytes_per_s", &rates.cpu_bytes_per_s),
             ("rates.npu_bytes_per_s", &rates.npu_bytes_per_s),
+            ("rates.npu_core_bytes_per_s", &rates.npu_core_bytes_per_s),
             ("rates.both_bytes_per_s", &rates.both_bytes_per_s),
             ("rates.cpu_macs_per_s", &rates.cpu_macs_per_s),
             ("rates.npu_macs_per_s", &rates.npu_macs_per_s),
@@ -360,11 +532,15 @@ impl DeviceProfile {
             ("rates.disk_bytes_per_s", &rates.disk_bytes_per_s),
             ("latency_us.submit", &latency.submit),
             ("latency_us.program", &latency.program),
+            ("latency_us.single_submit", &latency.single_submit),
+            ("latency_us.chain_submit", &latency.chain_submit),
+            ("latency_us.chain_program", &latency.chain_program),
             ("latency_us.domain_switch", &latency.domain_switch),
             ("latency_us.buffer_create", &latency.buffer_create),
             ("cost_ns.quantize_value", &costs.quantize_value),
             ("cost_ns.scale_value", &costs.scale_value),
-        ] {
+        ];
+        for (field, figure) in figures.into_iter().chain(given) {
             let (low, value, high) = (figure.low(), figure.value, figure.high());
             let ordered = low > 0.0 && low <= value && value <= high && high < 1e18;
             if !ordered {
@@ -397,9 +573,15 @@ mod tests {
     fn impossible_values_are_refused_by_name() {
         let good = DeviceProfile::built_in("rk3588").unwrap();
         type Edit = fn(&mut DeviceProfile);
-        let cases: [(&str, Edit); 6] = [
+        let cases: [(&str, Edit); 10] = [
             ("schema", |p| p.schema = "orkpack-profile-9".to_owned()),
             ("memory.chunk_bytes", |p| p.memory.chunk_bytes.value = 5000),
+            ("memory.chunk_bytes", |p| p.memory.buffer_bytes.value = 8 << 20),
+            ("memory.buffer_bytes", |p| p.memory.buffer_bytes.value = 0),
+            ("conditions.ddr_mhz", |p| p.conditions.ddr_mhz.value = 0),
+            ("rates.cpu_shared_bytes_per_s", |p| {
+                p.rates.cpu_shared_bytes_per_s = Some(p.rates.cpu_bytes_per_s.clone());
+            }),
             ("shapes.legal_k", |p| p.shapes.legal_k.clear()),
             ("shapes.legal_k", |p| p.shapes.legal_k.swap(0, 1)),
             ("cores.count", |p| p.cores.count.value = 0),

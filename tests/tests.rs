@@ -28,6 +28,7 @@ mod options;
 mod pack;
 mod plan;
 mod plan_views;
+mod profiles;
 mod quantize;
 mod reference;
 mod regression;

@@ -1,10 +1,13 @@
 //! The arguments of both binaries, as clap reads them.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
+use crate::profile::DeviceProfile;
 use crate::units::{Bytes, ExpertId, LayerId};
 
 const EXIT_CODES: &str = "Exit codes: 0 done; 1 the check says no (mismatch, over the usable window, below \
@@ -103,7 +106,7 @@ pub struct Choice {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     pub domains: u32,
     /// Device profile: a built-in name or a JSON file
-    #[arg(long, value_name = "NAME|FILE", default_value = "rk3588")]
+    #[arg(long, value_name = "NAME|FILE", default_value = DeviceProfile::DEFAULT, value_parser = ProfileParser)]
     pub profile: String,
     /// Calibration text to measure routing with
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["routing", "imatrix"])]
@@ -129,6 +132,27 @@ pub struct Choice {
     /// Use statistics although they were measured on another model
     #[arg(long)]
     pub accept_foreign_statistics: bool,
+}
+
+/// Takes any name or file; help and completions list the built-in names.
+#[derive(Clone)]
+struct ProfileParser;
+
+impl TypedValueParser for ProfileParser {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        argument: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(DeviceProfile::names().map(PossibleValue::new)))
+    }
 }
 
 fn layer_expert(text: &str) -> Result<(LayerId, ExpertId), String> {
@@ -429,7 +453,7 @@ pub struct OrkRun {
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceArg,
     /// The device that is here, a built-in name or a JSON file: a pack for another is refused
-    #[arg(long, value_name = "NAME|FILE")]
+    #[arg(long, value_name = "NAME|FILE", value_parser = ProfileParser)]
     pub profile: Option<String>,
     /// Rows of a prompt that are computed together
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=4096))]
