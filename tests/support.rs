@@ -1,6 +1,7 @@
 //! What several test modules share: paths, small models, packs in memory.
 #![allow(dead_code)]
 
+pub mod docs;
 pub mod gguf_builder;
 pub mod memory_source;
 pub mod models;
@@ -9,6 +10,7 @@ pub mod naive_delta_net;
 pub mod naive_executor;
 pub mod naive_forward;
 pub mod packs;
+pub mod published;
 pub mod recorder;
 pub mod reference;
 pub mod routed;

@@ -26,6 +26,7 @@ mod layers;
 mod model;
 mod options;
 mod pack;
+mod past;
 mod plan;
 mod plan_views;
 mod profiles;
