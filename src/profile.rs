@@ -190,6 +190,13 @@ pub struct Rates {
     pub disk_bytes_per_s: Figure<f64>,
 }
 
+impl Rates {
+    /// What the CPU, and what the NPU, streams while both do; `None` where only their sum is known.
+    pub fn shared(&self) -> Option<(&Figure<f64>, &Figure<f64>)> {
+        self.cpu_shared_bytes_per_s.as_ref().zip(self.npu_shared_bytes_per_s.as_ref())
+    }
+}
+
 /// CPU work around each device product, nanoseconds per value on one core.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -511,16 +518,21 @@ impl DeviceProfile {
 
     fn check_rates(&self) -> Result<(), ProfileError> {
         let (rates, latency, costs) = (&self.rates, &self.latency_us, &self.cost_ns);
-        let given = [&rates.cpu_shared_bytes_per_s, &rates.npu_shared_bytes_per_s];
-        if given[0].is_some() != given[1].is_some() {
-            return Err(ProfileError::Value {
-                field: "rates.cpu_shared_bytes_per_s",
-                found: "one of a pair".to_owned(),
-                expected: "with npu_shared_bytes_per_s, or neither",
-            });
-        }
         let names = ["rates.cpu_shared_bytes_per_s", "rates.npu_shared_bytes_per_s"];
-        let given = names.into_iter().zip(given).filter_map(|(name, figure)| Some((name, figure.as_ref()?)));
+        let alone = [&rates.cpu_bytes_per_s, &rates.npu_bytes_per_s];
+        let shared = [&rates.cpu_shared_bytes_per_s, &rates.npu_shared_bytes_per_s];
+        let given = shared.iter().zip(names).filter_map(|(figure, name)| Some((name, figure.as_ref()?)));
+        let given: Vec<(&'static str, &Figure<f64>)> = given.collect();
+        if let [(field, _)] = given[..] {
+            let expected = "both sides' shared rates, or neither";
+            return Err(ProfileError::Value { field, found: "given alone".to_owned(), expected });
+        }
+        for ((field, shared), alone) in given.iter().zip(alone) {
+            if shared.value > alone.value {
+                let expected = "no more than the side streams alone";
+                return Err(ProfileError::Value { field, found: shared.value.to_string(), expected });
+            }
+        }
         let figures = [
             ("rates.cpu_bytes_per_s", &rates.cpu_bytes_per_s),
             ("rates.npu_bytes_per_s", &rates.npu_bytes_per_s),

@@ -7,6 +7,7 @@ use orkpack::pack::Pack;
 use orkpack::plan::cost::{Bound, Rates};
 use orkpack::plan::{Advice, Objective, PlanRequest, Regime, Routing, Skew, choose};
 use orkpack::profile::{Confidence, DeviceProfile, Warning};
+use orkpack::tile::{Scratch, SubMatrix};
 use orkpack::units::Bytes;
 use serde_json::Value;
 
@@ -214,9 +215,32 @@ fn contended_rates_come_in_pairs() {
     };
     profile.rates.cpu_shared_bytes_per_s = half(&profile.rates.cpu_bytes_per_s);
     let error = DeviceProfile::from_json(&profile.to_json().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("rates.cpu_shared_bytes_per_s") && error.contains("one of a pair"), "{error}");
+    assert!(error.contains("rates.cpu_shared_bytes_per_s") && error.contains("given alone"), "{error}");
     profile.rates.npu_shared_bytes_per_s = half(&profile.rates.npu_bytes_per_s);
     let json = profile.to_json().unwrap();
-    assert_eq!(DeviceProfile::from_json(&json).unwrap(), profile);
+    let read = DeviceProfile::from_json(&json).unwrap();
+    assert_eq!(read, profile);
+    let (cpu, npu) = read.rates.shared().unwrap();
+    assert_eq!((cpu.value, npu.value), (12e9, 12e9));
+    assert_eq!(built_in("rk3588").rates.shared(), None);
     schema::check(&schema::load("profile.schema.json"), &serde_json::from_slice(&json).unwrap()).unwrap();
+    profile.rates.npu_shared_bytes_per_s =
+        Some(orkpack::profile::Figure { value: 30e9, high: None, ..profile.rates.npu_bytes_per_s.clone() });
+    let error = DeviceProfile::from_json(&profile.to_json().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("`rates.npu_shared_bytes_per_s` is 30000000000"), "{error}");
+}
+
+/// No scratch that the shapes of a built-in profile can ask for is longer than a buffer may be, or than the reserve.
+#[test]
+fn scratch_fits_buffers_and_reserve() {
+    for name in DeviceProfile::names() {
+        let profile = built_in(name);
+        let n = profile.shapes.n_max.value;
+        let part = |k: u32| SubMatrix { k0: 0, k_len: k, k_padded: k, n0: 0, n_len: n, n_padded: n };
+        let parts: Vec<SubMatrix> = profile.shapes.legal_k.iter().map(|legal| part(legal.k)).collect();
+        let scratch = Scratch::for_parts(&parts, &profile);
+        let longest = scratch.a_bytes.max(scratch.c_bytes).max(scratch.programs_bytes);
+        assert!(longest <= profile.memory.buffer_bytes.value, "{name}: {scratch:?}");
+        assert!(scratch.total() <= profile.memory.scratch_reserve_bytes.value, "{name}: {scratch:?}");
+    }
 }
