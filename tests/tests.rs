@@ -31,6 +31,7 @@ mod plan;
 mod plan_views;
 mod profiles;
 mod quantize;
+mod recommend;
 mod reference;
 mod regression;
 mod routing;
