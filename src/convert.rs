@@ -7,6 +7,7 @@ mod contents;
 mod export;
 mod fill;
 mod output;
+mod prompts;
 mod statistics;
 
 use std::fs;
@@ -35,6 +36,7 @@ use output::refuse_same_file;
 
 pub use export::{export, export_paths};
 pub use output::{write_beside, write_private};
+pub use prompts::Texts;
 pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
 /// What decides the hot set.

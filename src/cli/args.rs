@@ -108,7 +108,7 @@ pub struct Choice {
     /// Device profile: a built-in name or a JSON file
     #[arg(long, value_name = "NAME|FILE", default_value = DeviceProfile::DEFAULT, value_parser = ProfileParser)]
     pub profile: String,
-    /// Calibration text to measure routing with
+    /// Calibration text to measure routing with: plain text, JSON lines, or chat transcripts
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["routing", "imatrix"])]
     pub prompts: Vec<PathBuf>,
     /// Routing statistics to use
@@ -233,7 +233,11 @@ pub struct PlanArgs {
 pub struct CalibrateArgs {
     /// The model: a GGUF or a pack
     pub model: PathBuf,
-    /// Text to measure with; default: a built-in mixture
+    /// Text to measure with; default: a built-in mixture of chat, prose, code, mathematics and twelve languages
+    ///
+    /// A file is one plain text, or JSON lines (or a JSON array) with a text each: a string, {"text": …} (also
+    /// "prompt", "content"), or a conversation, {"messages": [{"role", "content"}…]} or {"conversations": [{"from",
+    /// "value"}…]}, which goes through the model's own chat template. What a file is, its content says.
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub prompts: Vec<PathBuf>,
     /// Where the statistics go; default: beside the model, with the ending .routing.json

@@ -9,7 +9,7 @@ use super::output::Output;
 use super::{Done, n_threads, terminal};
 use crate::bytes::{Io, Limits};
 use crate::calibrate::{self, Statistics};
-use crate::convert::{Subject, beside, count, write_beside};
+use crate::convert::{Subject, Texts, beside, count, write_beside};
 use crate::error::{AtFile, Error};
 use crate::model::Outline;
 use crate::source;
@@ -23,7 +23,8 @@ pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done
     let outline = Outline::of_runnable(source.as_ref()).at(&path)?;
     let subject = Subject { path: &path, source: &source, outline: &outline, pack: None };
     let mut progress = terminal(&common, interrupted);
-    let statistics = count(subject, &prompts, n_threads(&common), &mut progress)?;
+    let texts = if prompts.is_empty() { Texts::BuiltIn } else { Texts::Files(&prompts) };
+    let statistics = count(subject, texts, n_threads(&common), &mut progress)?;
     keep(&statistics, &output, common.json)
 }
 

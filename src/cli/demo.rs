@@ -12,7 +12,7 @@ use super::output::Output;
 use super::{Done, Stop, n_threads, terminal};
 use crate::bytes::{Io, Limits};
 use crate::convert::{
-    Choice, Prepared, Request, StatisticsFrom, Subject, beside, choose, count, prepare, write_beside,
+    Choice, Prepared, Request, StatisticsFrom, Subject, Texts, beside, choose, count, prepare, write_beside,
 };
 use crate::error::{AtFile, Error};
 use crate::model::evaluate::{Comparison, argmax};
@@ -30,6 +30,13 @@ use crate::units::Bytes;
 
 /// The bundled model: trained, so that its router has preferences. fixtures/README.md says how it was made.
 const MODEL: &[u8] = include_bytes!("../../fixtures/models/tiny-moe-q4_k_m.gguf");
+/// The four kinds of text that it was trained for.
+const TEXTS: [&str; 4] = [
+    include_str!("../../fixtures/corpora/prose.txt"),
+    include_str!("../../fixtures/corpora/spanish.txt"),
+    include_str!("../../fixtures/corpora/arithmetic.txt"),
+    include_str!("../../fixtures/corpora/code.txt"),
+];
 /// Text that was neither trained nor calibrated on.
 const HELD_OUT: &str = include_str!("../../fixtures/corpora/heldout-code.txt");
 const PROMPT: &str = "Table of 7\n7 x 1 = 7\n7 x 2 =";
@@ -89,7 +96,7 @@ impl Demo {
         let outline = Outline::of_runnable(source.as_ref()).at(path)?;
         let subject = Subject { path, source: &source, outline: &outline, pack: None };
         let mut progress = terminal(&self.common, Arc::clone(&self.interrupted));
-        let statistics = count(subject, &[], n_threads(&self.common), &mut progress)?;
+        let statistics = count(subject, Texts::Plain(&TEXTS), n_threads(&self.common), &mut progress)?;
         let kept = beside(path);
         write_beside(&kept, &statistics.to_json()?)?;
         let (tokens, held_out) =

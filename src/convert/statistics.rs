@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::prompts::Texts;
 use super::{check_interrupt, write_beside};
 use crate::bytes::{Io, Limits};
 use crate::calibrate::{
@@ -18,15 +19,7 @@ use crate::progress::{Progress, Unit};
 use crate::source;
 use crate::tensor::TensorSource;
 use crate::threads::Pool;
-use crate::tokenizer::{Special, Tokenizer};
-
-/// The text that is calibrated on where none is named: prose, Spanish, sums and code.
-const BUILT_IN: [&str; 4] = [
-    include_str!("../../fixtures/corpora/prose.txt"),
-    include_str!("../../fixtures/corpora/spanish.txt"),
-    include_str!("../../fixtures/corpora/arithmetic.txt"),
-    include_str!("../../fixtures/corpora/code.txt"),
-];
+use crate::tokenizer::Tokenizer;
 
 /// The arithmetic that counts, as the document names it: every path of the fast kernel gives the same bits.
 const KERNEL: &str = "fast";
@@ -130,11 +123,11 @@ pub fn find_or_run(
     {
         return Ok(FoundStatistics { statistics, file: Some(path.to_owned()), is_new: false });
     }
-    let prompts = match from {
-        StatisticsFrom::Prompts(prompts) => prompts.as_slice(),
-        _ => &[],
+    let texts = match from {
+        StatisticsFrom::Prompts(prompts) => Texts::Files(prompts),
+        _ => Texts::BuiltIn,
     };
-    let statistics = count(subject, prompts, n_threads, progress)?;
+    let statistics = count(subject, texts, n_threads, progress)?;
     let file = keep.filter(|path| !path.exists());
     if let Some(path) = file {
         write_beside(path, &statistics.to_json()?)?;
@@ -159,15 +152,15 @@ pub fn limits(outline: &Outline, statistics: Option<&FoundStatistics>) -> Option
 ///
 /// # Errors
 ///
-/// [`Error`] for a prompt that cannot be read, a tokenizer that is not known, or a pass that stops.
+/// [`Error`] for a text that cannot be read, a tokenizer that is not known, or a pass that stops.
 pub fn count(
     subject: Subject<'_>,
-    prompts: &[PathBuf],
+    texts: Texts<'_>,
     n_threads: usize,
     progress: &mut dyn Progress,
 ) -> Result<Statistics, Error> {
     let model = subject.outline.runnable().at(subject.path)?;
-    let texts = tokens(subject, model, prompts, progress)?;
+    let texts = tokens(subject, model, texts, progress)?;
     let total: usize = texts.iter().map(Vec::len).sum();
     progress.begin("calibrating", total as u64, Unit::Tokens);
     let weights = Arc::clone(model.weights());
@@ -197,12 +190,12 @@ fn run_interruptible(
     counts.at(subject.path)
 }
 
-/// The texts as token ids, each file and each built-in text on its own. A model whose text cannot be split as it
-/// was trained is counted over something near, and a note says what.
+/// The texts as token ids. A model whose text cannot be split as it was trained is counted over something near, and a
+/// note says what.
 fn tokens(
     subject: Subject<'_>,
     model: &Model,
-    prompts: &[PathBuf],
+    texts: Texts<'_>,
     progress: &mut dyn Progress,
 ) -> Result<Vec<Vec<u32>>, Error> {
     let metadata = subject.source.metadata();
@@ -213,7 +206,7 @@ fn tokens(
                 progress.note(&format!("note: {error}; routing is counted with the words of gpt-2"));
                 near
             }
-            Err(_) if prompts.is_empty() => {
+            Err(_) if matches!(texts, Texts::BuiltIn) => {
                 progress
                     .note(&format!("note: {error}; routing is counted over ids from all of the vocabulary"));
                 return Ok(spread_ids(model.n_vocab()));
@@ -221,11 +214,7 @@ fn tokens(
             Err(_) => return Err(error).at(subject.path),
         },
     };
-    let encode = |text: &str| tokenizer.encode(text, Special::Plain).at(subject.path);
-    if prompts.is_empty() {
-        return BUILT_IN.iter().map(|text| encode(text)).collect();
-    }
-    prompts.iter().map(|path| encode(&String::from_utf8_lossy(&fs::read(path).at(path)?))).collect()
+    texts.encode(subject.path, subject.source.as_ref(), &tokenizer, progress)
 }
 
 /// Four texts of 256 ids that are spread over the vocabulary.

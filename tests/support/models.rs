@@ -2,10 +2,15 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
+use orkpack::bytes::{Io, Limits};
 use orkpack::calibrate::{self, Cut};
-use orkpack::convert::{Choice, Outcome, Prepared, Request, StatisticsFrom, prepare};
+use orkpack::convert::{
+    Choice, Outcome, Prepared, Request, StatisticsFrom, Subject, Texts, beside, count, prepare,
+};
 use orkpack::error::Error;
+use orkpack::model::Outline;
 use orkpack::pack::Existing;
 use orkpack::plan::Objective;
 use orkpack::profile::DeviceProfile;
@@ -25,11 +30,27 @@ pub fn model_in(folder: &Path, bytes: &[u8]) -> PathBuf {
     path
 }
 
-/// A copy of a bundled model.
+/// A copy of a bundled model, and beside it its routing over the four kinds of text that it was trained for: the built-in
+/// mixture is long, and means little to it.
 pub fn bundled_in(folder: &Path, name: &str) -> PathBuf {
     let path = folder.join(name);
     std::fs::copy(super::fixture("models").join(name), &path).unwrap();
+    std::fs::write(beside(&path), bundled_statistics(name)).unwrap();
     path
+}
+
+/// The routing of a bundled model over a short text of each kind, counted once.
+fn bundled_statistics(name: &str) -> &'static [u8] {
+    static COUNTED: [OnceLock<Vec<u8>>; 2] = [const { OnceLock::new() }; 2];
+    COUNTED[usize::from(name.contains("q8_0"))].get_or_init(|| {
+        let path = super::fixture("models").join(name);
+        let source = orkpack::source::open(&path, Io::Map, &Limits::default()).unwrap().source();
+        let outline = Outline::of_runnable(source.as_ref()).unwrap();
+        let subject = Subject { path: &path, source: &source, outline: &outline, pack: None };
+        let texts = ["prose", "spanish", "arithmetic", "code"];
+        let texts = texts.map(|kind| super::fixture(&format!("corpora/{kind}.txt")));
+        count(subject, Texts::Files(&texts), 2, &mut Silent).unwrap().to_json().unwrap()
+    })
 }
 
 pub fn profile() -> DeviceProfile {
