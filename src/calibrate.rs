@@ -10,7 +10,7 @@ mod statistics;
 
 pub use imatrix::{ImatrixError, check_imatrix_magic, is_imatrix, read_imatrix};
 pub use merge::{MAX_WEIGHT, MergeError, merge};
-pub use run::{CalibrateError, CountingExecutor, Counts, Cut, run};
+pub use run::{CalibrateError, CountingExecutor, Counts, Cut, n_groups, run};
 pub use statistics::{
     BATCHES, Block, Coverage, LayerCounts, Origin, RoutedLayer, RowsPerExpert, Source, Statistics,
     StatisticsError, bin_edges,

@@ -1,7 +1,8 @@
 //! The calibration pass: the model's own forward pass over text, with an executor that counts the routing.
 //!
 //! Windows are run from an empty cache, as long as a prompt of prefill, and every k-th is set aside: what is
-//! counted there is never used to choose. The text itself is not kept.
+//! counted there is never used to choose. A large group of windows goes through one layer before any goes through the
+//! next, so that a model larger than memory is read once for each group. The text itself is not kept.
 
 use std::ops::ControlFlow;
 
@@ -9,7 +10,7 @@ use thiserror::Error;
 
 use super::{Block, RoutedLayer, Statistics, StatisticsError};
 use crate::executor::{Executor, ExecutorError, Product, Routing, WeightId};
-use crate::model::{ForwardError, Model, ModelShape, MoeLayerShape, State, Wanted, forward};
+use crate::model::{ForwardError, Group, Model, ModelShape, MoeLayerShape};
 use crate::tensor::MatrixView;
 use crate::units::LayerId;
 
@@ -23,12 +24,14 @@ pub struct Cut {
     pub window: usize,
     /// Of so many windows the last is held out; at least 2.
     pub held_out_every: usize,
+    /// Tokens, at least, that go through a layer before any goes on: `4 · n_embd` bytes each are kept. Changes no count.
+    pub group: usize,
 }
 
 impl Default for Cut {
-    /// Windows of 512, every fifth held out.
+    /// Windows of 512, every fifth held out, in groups of 16384 tokens.
     fn default() -> Self {
-        Cut { window: 512, held_out_every: 5 }
+        Cut { window: 512, held_out_every: 5, group: 1 << 14 }
     }
 }
 
@@ -87,7 +90,7 @@ impl Counts {
     }
 }
 
-/// An executor that leaves the work to another and counts the routing that passes, a window to a call.
+/// An executor that leaves the work to another and counts the routing that passes, a window to a call of a layer.
 pub struct CountingExecutor<'a> {
     inner: &'a mut dyn Executor,
     counts: Counts,
@@ -114,9 +117,7 @@ impl<'a> CountingExecutor<'a> {
     ///
     /// [`StatisticsError`] when its routing could not be counted.
     pub fn end_window(&mut self, n_tokens: usize) -> Result<(), StatisticsError> {
-        if let Some(refused) = self.refused.take() {
-            return Err(refused);
-        }
+        self.check()?;
         let chosen = self.held_out_from.min(n_tokens);
         for (block, n) in
             [(&mut self.counts.calibration, chosen), (&mut self.counts.held_out, n_tokens - chosen)]
@@ -126,6 +127,10 @@ impl<'a> CountingExecutor<'a> {
             }
         }
         Ok(())
+    }
+
+    fn check(&mut self) -> Result<(), StatisticsError> {
+        self.refused.take().map_or(Ok(()), Err)
     }
 
     /// What was counted.
@@ -202,7 +207,7 @@ impl Executor for CountingExecutor<'_> {
 ///
 /// Texts with fewer windows in all than `held_out_every` are held out by halves instead: the second half of
 /// each window's tokens. Only below 64 tokens is nothing held out. `progress` is told the tokens done and
-/// all there are.
+/// all there are, after each window in each layer: a token halfway through the layers is half done.
 ///
 /// # Errors
 ///
@@ -216,20 +221,51 @@ pub fn run(
 ) -> Result<Counts, CalibrateError> {
     let windows: Vec<&[u32]> = texts.iter().flat_map(|text| text.chunks(cut.window.max(1))).collect();
     let n_tokens = windows.iter().map(|window| window.len()).sum();
+    let held_out = |i: usize| held_out_from(i, windows.len(), windows[i].len(), n_tokens, cut);
     let mut counting = CountingExecutor::new(executor, &model.shape());
-    let mut state = State::new(model, cut.window.max(1));
-    let (mut done, mut no_logits) = (0, Vec::new());
-    for (index, window) in windows.iter().enumerate() {
-        counting.hold_out_from(held_out_from(index, windows.len(), window.len(), n_tokens, cut));
-        state.clear();
-        forward(model, &mut counting, &mut state, window, Wanted::None, &mut no_logits)?;
-        counting.end_window(window.len())?;
-        done += window.len();
-        if progress(done, n_tokens).is_break() {
-            return Err(CalibrateError::Stopped);
+    let (mut first, mut passed) = (0, 0);
+    while first < windows.len() {
+        let members = group(&windows[first..], cut.group);
+        let mut group = Group::new(model, &mut counting, members)?;
+        for layer in 0..model.n_layer() {
+            for (i, window) in members.iter().enumerate() {
+                counting.hold_out_from(held_out(first + i));
+                group.layer(&mut counting, layer, i)?;
+                counting.check()?;
+                passed += window.len();
+                if progress(passed / model.n_layer(), n_tokens).is_break() {
+                    return Err(CalibrateError::Stopped);
+                }
+            }
         }
+        for (i, window) in members.iter().enumerate() {
+            counting.hold_out_from(held_out(first + i));
+            counting.end_window(window.len())?;
+        }
+        first += members.len();
     }
     Ok(counting.into_counts())
+}
+
+/// In how many groups these texts are run: how often the model is read.
+pub fn n_groups(texts: &[Vec<u32>], cut: Cut) -> usize {
+    let windows: Vec<&[u32]> = texts.iter().flat_map(|text| text.chunks(cut.window.max(1))).collect();
+    let (mut first, mut n) = (0, 0);
+    while first < windows.len() {
+        first += group(&windows[first..], cut.group).len();
+        n += 1;
+    }
+    n
+}
+
+/// The first of some windows: as few as have `least` tokens.
+fn group<'a, 'b>(windows: &'a [&'b [u32]], least: usize) -> &'a [&'b [u32]] {
+    let mut n_tokens = 0;
+    let enough = windows.iter().position(|window| {
+        n_tokens += window.len();
+        n_tokens >= least
+    });
+    &windows[..enough.map_or(windows.len(), |last| last + 1)]
 }
 
 /// The first row of window `index` that is held out; its length when none is.

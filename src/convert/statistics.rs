@@ -4,12 +4,13 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::prompts::Texts;
 use super::{check_interrupt, write_beside};
 use crate::bytes::{Io, Limits};
 use crate::calibrate::{
-    Counts, Cut, RoutedLayer, Statistics, StatisticsError, check_imatrix_magic, read_imatrix, run,
+    self, Counts, Cut, RoutedLayer, Statistics, StatisticsError, check_imatrix_magic, n_groups, read_imatrix,
 };
 use crate::error::{AtFile, Error};
 use crate::executor::cpu::{CpuExecutor, KernelMode};
@@ -20,6 +21,7 @@ use crate::source;
 use crate::tensor::TensorSource;
 use crate::threads::Pool;
 use crate::tokenizer::Tokenizer;
+use crate::units::Bytes;
 
 /// The arithmetic that counts, as the document names it: every path of the fast kernel gives the same bits.
 const KERNEL: &str = "fast";
@@ -161,13 +163,22 @@ pub fn count(
 ) -> Result<Statistics, Error> {
     let model = subject.outline.runnable().at(subject.path)?;
     let texts = tokens(subject, model, texts, progress)?;
+    let cut = Cut { group: group_tokens(subject.source.as_ref(), model), ..Cut::default() };
     let total: usize = texts.iter().map(Vec::len).sum();
+    progress.note(&format!(
+        "calibrating on {total} tokens; the model's {} are read {}",
+        Bytes(model_bytes(subject.source.as_ref())),
+        match n_groups(&texts, cut) {
+            0 | 1 => "once".to_owned(),
+            n => format!("{n} times, once for each group of tokens"),
+        },
+    ));
     progress.begin("calibrating", total as u64, Unit::Tokens);
     let weights = Arc::clone(model.weights());
     let pool = Arc::new(Pool::new(n_threads));
     let mut cpu =
         CpuExecutor::new(Arc::clone(subject.source), weights, pool, KernelMode::Fast).at(subject.path)?;
-    let counts = run_interruptible(subject, model, &mut cpu, &texts, progress);
+    let counts = run_interruptible(subject, model, &mut cpu, &texts, cut, progress);
     progress.end();
     let fingerprint = subject.outline.fingerprint().to_owned();
     counts?.into_statistics(fingerprint, model.architecture(), KERNEL).at(subject.path)
@@ -178,16 +189,82 @@ fn run_interruptible(
     model: &Model,
     cpu: &mut CpuExecutor,
     texts: &[Vec<u32>],
+    cut: Cut,
     progress: &mut dyn Progress,
 ) -> Result<Counts, Error> {
-    let mut last = 0;
-    let counts = run(model, cpu, texts, Cut::default(), &mut |done, _| {
+    let (mut last, mut estimate) = (0, Estimate::new(model, texts, cut));
+    let counts = calibrate::run(model, cpu, texts, cut, &mut |done, total| {
         progress.advance((done - last) as u64);
         last = done;
+        if let Some(words) = estimate.words(done, total) {
+            progress.note(&words);
+        }
         if progress.is_interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     check_interrupt(progress)?;
     counts.at(subject.path)
+}
+
+/// How long a calibration will take, said once, when the first group has passed the first layers.
+struct Estimate {
+    begun: Instant,
+    /// The tokens done by then.
+    after: Option<usize>,
+}
+
+impl Estimate {
+    /// Shorter than this is not worth a line.
+    const WORTH: Duration = Duration::from_secs(20);
+
+    fn new(model: &Model, texts: &[Vec<u32>], cut: Cut) -> Estimate {
+        let total: usize = texts.iter().map(Vec::len).sum();
+        let first_moe = model.shape().moe_layers.first().map_or(0, |moe| moe.layer.index());
+        let after = total.min(cut.group).saturating_mul(first_moe + 1) / model.n_layer().max(1);
+        Estimate { begun: Instant::now(), after: Some(after) }
+    }
+
+    fn words(&mut self, done: usize, total: usize) -> Option<String> {
+        self.after.take_if(|after| done >= *after)?;
+        let spent = self.begun.elapsed();
+        let left = spent.mul_f64((total - done) as f64 / done.max(1) as f64);
+        let about = |time: Duration| match time.as_secs() {
+            seconds @ 0..120 => format!("{seconds} seconds"),
+            seconds @ 120..7200 => format!("{} minutes", seconds / 60),
+            seconds => format!("{:.1} hours", seconds as f64 / 3600.0),
+        };
+        (left >= Estimate::WORTH).then(|| {
+            format!(
+                "calibrating takes about {} more (estimated from its first {})",
+                about(left),
+                about(spent)
+            )
+        })
+    }
+}
+
+/// How many tokens go through a layer together: a few where the file fits into memory and is read from there again, else
+/// as many as a quarter of the memory holds.
+fn group_tokens(source: &dyn TensorSource, model: &Model) -> usize {
+    let least = Cut::default().group;
+    match available_memory() {
+        Some(available) if model_bytes(source) > available => {
+            let row_bytes = 4 * model.n_embd().max(1) as u64;
+            usize::try_from(available / 4 / row_bytes).unwrap_or(least).max(least)
+        }
+        _ => least,
+    }
+}
+
+/// Bytes of all tensors.
+fn model_bytes(source: &dyn TensorSource) -> u64 {
+    source.tensors().iter().map(|tensor| tensor.place.len).sum()
+}
+
+/// Bytes that the system says it could give; `None` where it does not say.
+fn available_memory() -> Option<u64> {
+    let told = fs::read_to_string("/proc/meminfo").ok()?;
+    let kibibytes = told.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kibibytes.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The texts as token ids. A model whose text cannot be split as it was trained is counted over something near, and a

@@ -5,6 +5,7 @@
 //! pass cannot do; it knows families by no name.
 
 mod attention;
+mod by_layer;
 mod checkpoint;
 mod delta_net;
 mod dense;
@@ -23,6 +24,7 @@ use super::Model;
 use super::parts::{Ffn, Layer, Mixer, Rope, Routed};
 use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
+pub use by_layer::Group;
 use checkpoint::Checkpoints;
 use memory::Memory;
 use rope::Angles;
@@ -193,10 +195,9 @@ pub fn forward_traced(
     trace: &mut dyn FnMut(usize, &[f32]),
 ) -> Result<(), ForwardError> {
     let rows = check(model, state, tokens, &wanted)?;
-    let mut pass = Pass::new(model, executor, state.position, tokens.len());
-    pass.executor.ahead(LayerId(0));
-    pass.executor.gather(model.embedding, tokens, &mut pass.x)?;
-    pass.x.iter_mut().for_each(|x| *x *= model.scales.embedding);
+    executor.ahead(LayerId(0));
+    let x = embed(model, executor, tokens)?;
+    let mut pass = Pass::new(model, executor, state.position, x);
     for (index, (layer, memory)) in model.layers.iter().zip(&mut state.memories).enumerate() {
         if index + 1 < model.layers.len() {
             pass.executor.ahead(LayerId(index as u32 + 1));
@@ -217,13 +218,8 @@ fn check(
     tokens: &[u32],
     wanted: &Wanted,
 ) -> Result<Range<usize>, ForwardError> {
-    let (n_tokens, position, n_ctx, n_vocab) = (tokens.len(), state.position, state.n_ctx, model.n_vocab);
-    if tokens.is_empty() {
-        return Err(ForwardError::NoTokens);
-    }
-    if let Some(&token) = tokens.iter().find(|token| **token as usize >= n_vocab) {
-        return Err(ForwardError::Token { token, n_vocab });
-    }
+    let (n_tokens, position, n_ctx) = (tokens.len(), state.position, state.n_ctx);
+    check_tokens(model, tokens)?;
     if n_tokens > n_ctx.saturating_sub(position) {
         return Err(ForwardError::ContextFull { position, n_tokens, n_ctx });
     }
@@ -235,6 +231,23 @@ fn check(
         let Range { start, end } = if let Wanted::Rows(rows) = wanted { rows.clone() } else { 0..0 };
         ForwardError::Wanted { start, end, n_tokens }
     })
+}
+
+fn check_tokens(model: &Model, tokens: &[u32]) -> Result<(), ForwardError> {
+    let n_vocab = model.n_vocab;
+    match tokens.iter().find(|token| **token as usize >= n_vocab) {
+        Some(&token) => Err(ForwardError::Token { token, n_vocab }),
+        None if tokens.is_empty() => Err(ForwardError::NoTokens),
+        None => Ok(()),
+    }
+}
+
+/// What goes into the first layer, `[m, n_embd]`.
+fn embed(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> Result<Vec<f32>, ForwardError> {
+    let mut x = vec![0.0; tokens.len() * model.n_embd];
+    executor.gather(model.embedding, tokens, &mut x)?;
+    x.iter_mut().for_each(|x| *x *= model.scales.embedding);
+    Ok(x)
 }
 
 /// One call on its way through the layers.
@@ -255,18 +268,9 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new(model: &'a Model, executor: &'a mut dyn Executor, position: usize, m: usize) -> Self {
-        let stream = vec![0.0; m * model.n_embd];
-        Pass {
-            model,
-            executor,
-            position,
-            x: stream.clone(),
-            normed: stream.clone(),
-            branch: stream,
-            angles: None,
-            routing: Routing::default(),
-        }
+    fn new(model: &'a Model, executor: &'a mut dyn Executor, position: usize, x: Vec<f32>) -> Self {
+        let (normed, branch) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        Pass { model, executor, position, x, normed, branch, angles: None, routing: Routing::default() }
     }
 
     fn layer(&mut self, at: LayerId, layer: &Layer, memory: &mut Memory) -> Result<(), ForwardError> {
