@@ -372,6 +372,74 @@ fn the_old_form_of_imatrix_is_named() {
     // A count of entries, then a name.
     let old = [&3u32.to_le_bytes()[..], &4u32.to_le_bytes(), b"blk."].concat();
     let error = check_imatrix_magic(&old).unwrap_err().to_string();
-    assert!(error.contains("`.dat`") && error.contains("calibrate"), "{error}");
+    for words in ["`.dat`", "one number of calls for all experts", "`-o imatrix.gguf`", "calibrate"] {
+        assert!(error.contains(words), "{words}: {error}");
+    }
     check_imatrix_magic(b"GGUF\x03").unwrap();
+    let cut = |len: usize| check_imatrix_magic(&old[..len]).unwrap_err();
+    assert!(matches!(cut(9), ImatrixError::OldFormat));
+    let none = [&0u32.to_le_bytes()[..], &old[4..]].concat();
+    let others = [&b""[..], b"GGU", &old[..8], b"{\"schema\": 1}", &none];
+    for other in others {
+        assert!(matches!(check_imatrix_magic(other), Err(ImatrixError::NeitherForm)), "{other:?}");
+    }
+}
+
+/// An imatrix with these tensors of counts.
+fn imatrix(tensors: &[(&str, &[f32])]) -> GgufFile {
+    let file =
+        GgufBuilder::new().kv("general.type", text("imatrix")).kv("imatrix.chunk_count", Value::U32(1));
+    let file = tensors.iter().fold(file, |file, (name, counts)| {
+        let bytes = counts.iter().flat_map(|count| count.to_le_bytes()).collect();
+        file.tensor(name, Dtype::F32, &[1, counts.len() as u64], bytes)
+    });
+    GgufFile::from_bytes("test", file.build()).unwrap()
+}
+
+#[test]
+fn case_d2_experts_that_are_tensors_of_their_own_count_for_themselves_and_silent_ones_as_never_called() {
+    let layers = [RoutedLayer { layer: 1, n_expert: 8, n_used: 2 }];
+    let name = |expert: u32| format!("blk.1.ffn_up.{expert}.weight.counts");
+    let names: Vec<String> = (0..8).map(name).collect();
+    let counts = [[7.0f32], [3.0], [5.0], [4.0], [1.0]];
+    let tensors: Vec<(&str, &[f32])> =
+        [0, 2, 3, 5, 7].iter().zip(&counts).map(|(e, count)| (names[*e].as_str(), &count[..])).collect();
+    let statistics = read_imatrix(&imatrix(&tensors), "llama", &layers).unwrap();
+    assert_eq!(statistics.calibration.layers[0].calls, [7, 0, 3, 5, 0, 4, 0, 1]);
+    assert_eq!(statistics.calibration.tokens, 10);
+    let coverage = statistics.coverage();
+    assert_eq!(coverage.never_seen.len(), 3);
+    assert!((coverage.unseen_share() - 0.375).abs() < 1e-12);
+
+    let refused = |tensors: &[(&str, &[f32])]| {
+        read_imatrix(&imatrix(tensors), "llama", &layers).unwrap_err().to_string()
+    };
+    // An expert whose call is missing leaves a sum that no number of tokens gives.
+    assert!(refused(&tensors[..4]).contains("`blk.1.ffn_up.*.weight.counts` add up to 19"));
+    let broken = [(names[0].as_str(), &[7.0f32, 1.0][..])];
+    assert!(refused(&broken).contains("`blk.1.ffn_up.0.weight.counts` has 2 counts"));
+    let broken = [(names[0].as_str(), &[7.0f32][..]), (names[6].as_str(), &[f32::NAN][..])];
+    assert!(refused(&broken).contains("`blk.1.ffn_up.6.weight.counts`, expert 6: NaN is no count"));
+}
+
+#[test]
+fn counts_that_nothing_can_have_counted_are_refused_by_tensor_and_expert() {
+    let layers = [RoutedLayer { layer: 0, n_expert: 3, n_used: 1 }];
+    for (bad, said) in [
+        (f32::NEG_INFINITY, "-inf is no count"),
+        (-0.5, "-0.5 is no count"),
+        (1e17, "100000000000000000 is no count"),
+        (f32::MAX, "340282350000000000000000000000000000000 is no count"),
+        (0.25, "0.25 is no count"),
+    ] {
+        let file = imatrix(&[("blk.0.ffn_gate_exps.weight.counts", &[4.0, bad, 3.0])]);
+        let error = read_imatrix(&file, "test", &layers).unwrap_err().to_string();
+        let expected = format!("imatrix: tensor `blk.0.ffn_gate_exps.weight.counts`, expert 1: {said}");
+        assert_eq!(error, expected);
+    }
+    // The largest counts there are, in as many experts as a layer may have: refused, whatever their sum.
+    let counts = vec![9_007_199_254_740_992.0; 1 << 12];
+    let layers = [RoutedLayer { layer: 0, n_expert: 1 << 12, n_used: 1 }];
+    let file = imatrix(&[("blk.0.ffn_gate_exps.weight.counts", &counts)]);
+    assert!(read_imatrix(&file, "test", &layers).is_err());
 }

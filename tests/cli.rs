@@ -9,7 +9,7 @@ use orkpack::tensor::Dtype;
 use serde_json::Value;
 
 use crate::support::gguf_builder::{MoeSpec, hollow_moe, tiny_moe};
-use crate::support::models::{bundled_in, folder, model_in};
+use crate::support::models::{TOKENS, bundled_in, calibrate_beside, folder, model_in};
 use crate::support::{fixture, schema};
 
 fn run(binary: &str, folder: &Path, words: &[&str]) -> Output {
@@ -193,7 +193,7 @@ fn failures_are_one_line_with_the_right_code() {
 fn verify_says_no_with_1_and_goes_on() {
     let folder = folder();
     let path = folder.path();
-    model_in(path, &tiny_moe(&MoeSpec::default()));
+    calibrate_beside(&model_in(path, &tiny_moe(&MoeSpec::default())), &TOKENS);
     done(&run("orkpack", path, &["convert", "model.gguf", "--objective", "hits"]));
     let whole = fs::read(path.join("model.orkpack")).unwrap();
     let mut broken = whole.clone();
@@ -259,9 +259,10 @@ fn statistics_are_counted_merged_and_bound_to_their_model() {
     let path = folder.path();
     model_in(path, &tiny_moe(&MoeSpec::default()));
     fs::write(path.join("other.gguf"), tiny_moe(&MoeSpec { seed: 9, ..MoeSpec::default() })).unwrap();
-    done(&run("orkpack", path, &["calibrate", "model.gguf", "-o", "a.routing.json"]));
-    let again = run("orkpack", path, &["calibrate", "model.gguf", "-o", "a.routing.json"]);
-    assert_eq!(again.status.code(), Some(2));
+    let prose = fixture("corpora/prose.txt");
+    let words = ["calibrate", "model.gguf", "--prompts", prose.to_str().unwrap(), "-o", "a.routing.json"];
+    done(&run("orkpack", path, &words));
+    assert_eq!(run("orkpack", path, &words).status.code(), Some(2));
     let prompts = fixture("corpora/code.txt");
     let words = ["calibrate", "model.gguf", "--prompts", prompts.to_str().unwrap(), "-o", "b.routing.json"];
     done(&run("orkpack", path, &words));

@@ -3,6 +3,7 @@
 
 pub mod docs;
 pub mod gguf_builder;
+pub mod hits;
 pub mod memory_source;
 pub mod models;
 pub mod naive_deepseek2;

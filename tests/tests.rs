@@ -3,6 +3,7 @@
 mod blocks;
 mod budgets;
 mod calibrate;
+mod calibration;
 mod carried;
 mod chat;
 mod cli;
@@ -19,6 +20,7 @@ mod export;
 mod families;
 mod formats;
 mod gguf;
+mod hits;
 mod hostile;
 mod inspect;
 mod kernel;

@@ -14,6 +14,9 @@ use crate::error::{AtFile, Error};
 use crate::model::Outline;
 use crate::source;
 
+/// From this share of experts on, those never seen are a fault of the text rather than of the experts.
+const MANY_UNSEEN: f64 = 0.1;
+
 pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done {
     let CalibrateArgs { model: path, prompts, output, force, common } = arguments;
     let path = source::locate(&path).at(&path)?;
@@ -68,6 +71,16 @@ fn keep(statistics: &Statistics, output: &Path, json: bool) -> Done {
     if coverage.is_thin() {
         let wanted = coverage.tokens_wanted;
         text += &format!("note: too few tokens to rank every expert; {wanted} give each about 20 calls\n");
+    }
+    let unseen = coverage.unseen_share();
+    if unseen >= MANY_UNSEEN {
+        text += &format!(
+            "warning: {:.1} % of the experts were never seen, and a plan ranks them last whatever they are worth; \
+             calibrate with more text, of the kind that the model will read\n",
+            100.0 * unseen
+        );
+    } else if unseen > 0.0 {
+        text += "note: a plan ranks experts that were never seen last, and lists them\n";
     }
     Output::new().text(&text)?;
     Ok(0)

@@ -49,7 +49,7 @@ enum Content {
 
 impl Texts<'_> {
     /// The texts as token ids, conversations through the model's own template where it has one that takes them, else
-    /// one message after the other; a note says so.
+    /// one message after the other; a note says so of conversations in files.
     ///
     /// # Errors
     ///
@@ -89,7 +89,8 @@ impl Texts<'_> {
             let file = if matches!(self, Texts::Files(_)) { prompt.place.as_path() } else { model };
             texts.push(encode(&prompt).at(file)?);
         }
-        if let Some(why) = refusal.filter(|_| n_untold > 0) {
+        // Of conversations that nobody gave there is nothing to say.
+        if let Some(why) = refusal.filter(|_| n_untold > 0 && matches!(self, Texts::Files(_))) {
             progress.note(&format!(
                 "note: {n_untold} conversations are read as plain text, their messages one after the other: {why}"
             ));

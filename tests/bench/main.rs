@@ -4,18 +4,25 @@
 
 #![allow(clippy::print_stdout)]
 
+mod hits;
 mod load;
 mod plan;
 #[path = "../support"]
 #[allow(dead_code)]
 mod support {
     pub mod gguf_builder;
+    pub mod hits;
+    pub mod recorder;
     pub mod routed;
 }
 
 fn main() {
-    load::bench();
-    plan::bench();
+    // `cargo bench -- hits` runs one of them.
+    let named: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let benches: [(&str, fn()); 3] = [("hits", hits::bench), ("load", load::bench), ("plan", plan::bench)];
+    for (_, bench) in benches.iter().filter(|(name, _)| named.is_empty() || named.iter().any(|n| n == name)) {
+        bench();
+    }
 }
 
 /// The middle of several values.

@@ -10,12 +10,15 @@ use orkpack::convert::{
     Choice, Outcome, Prepared, Request, StatisticsFrom, Subject, Texts, beside, count, prepare,
 };
 use orkpack::error::Error;
+use orkpack::gguf::GgufFile;
 use orkpack::model::Outline;
 use orkpack::pack::Existing;
 use orkpack::plan::Objective;
 use orkpack::profile::DeviceProfile;
 use orkpack::progress::Silent;
 use orkpack::runtime::{DeviceChoice, Options, Runtime};
+use orkpack::tensor::TensorSource;
+use orkpack::tokenizer::Tokenizer;
 use orkpack::units::Bytes;
 
 /// A folder that goes when the test ends.
@@ -47,9 +50,7 @@ fn bundled_statistics(name: &str) -> &'static [u8] {
         let source = orkpack::source::open(&path, Io::Map, &Limits::default()).unwrap().source();
         let outline = Outline::of_runnable(source.as_ref()).unwrap();
         let subject = Subject { path: &path, source: &source, outline: &outline, pack: None };
-        let texts = ["prose", "spanish", "arithmetic", "code"];
-        let texts = texts.map(|kind| super::fixture(&format!("corpora/{kind}.txt")));
-        count(subject, Texts::Files(&texts), 2, &mut Silent).unwrap().to_json().unwrap()
+        count(subject, Texts::Files(&four_texts()), 2, &mut Silent).unwrap().to_json().unwrap()
     })
 }
 
@@ -71,8 +72,12 @@ pub fn hits(budget: u64) -> Choice {
     }
 }
 
-/// Converting `model` to `<model>.orkpack`.
-pub fn request(model: &Path, choice: Choice) -> Request {
+/// Converting `model` to `<model>.orkpack`. Statistics that would be counted over the built-in mixture are counted over the
+/// four short texts: converting is tested in many places, and the mixture is long.
+pub fn request(model: &Path, mut choice: Choice) -> Request {
+    if matches!(choice.statistics, StatisticsFrom::Found) && !beside(model).exists() && reads_text(model) {
+        choice.statistics = StatisticsFrom::Prompts(four_texts());
+    }
     Request {
         model: model.to_owned(),
         output: model.with_extension("orkpack"),
@@ -85,6 +90,28 @@ pub fn request(model: &Path, choice: Choice) -> Request {
         keep_statistics: true,
     }
 }
+
+/// A short text of each kind that the bundled models were trained for.
+fn four_texts() -> Vec<PathBuf> {
+    let kinds = ["prose", "spanish", "arithmetic", "code"];
+    kinds.map(|kind| super::fixture(&format!("corpora/{kind}.txt"))).to_vec()
+}
+
+/// Whether the file is a GGUF whose tokenizer is known.
+fn reads_text(model: &Path) -> bool {
+    let file = GgufFile::open(model, Io::Map, &Limits::default());
+    file.is_ok_and(|file| Tokenizer::from_metadata(file.metadata()).is_ok())
+}
+
+/// Tokens that every small model has, for counts that only have to be there.
+pub const TOKENS: [u32; 70] = {
+    let (mut tokens, mut i) = ([0; 70], 0);
+    while i < tokens.len() {
+        tokens[i] = (i * 7 % 64) as u32;
+        i += 1;
+    }
+    tokens
+};
 
 /// Counts routing over a few tokens and leaves it beside the model, so that converting need not read the built-in text.
 pub fn calibrate_beside(model: &Path, tokens: &[u32]) {

@@ -1,0 +1,68 @@
+//! What routing statistics are for: hot sets that serve text which nobody has counted. The table is printed by
+//! `cargo bench` and stands in docs/calibration.md.
+
+use std::sync::OnceLock;
+
+use crate::support::hits::{KINDS, Lab, SLOTS, best, first_touch, in_any_order, least_recent, served};
+
+fn lab() -> &'static Lab {
+    static LAB: OnceLock<Lab> = OnceLock::new();
+    LAB.get_or_init(Lab::new)
+}
+
+fn mean(of: impl Fn(usize) -> f64) -> f64 {
+    (0..KINDS.len()).map(of).sum::<f64>() / KINDS.len() as f64
+}
+
+#[test]
+fn a_plan_for_one_kind_serves_nearly_what_hindsight_would() {
+    let lab = lab();
+    for (kind, trace) in lab.traces.iter().enumerate() {
+        for slots in SLOTS {
+            let hot = lab.planned(&lab.one[kind], slots);
+            assert_eq!(hot.len(), slots, "{}", KINDS[kind]);
+            let (planned, hindsight) = (served(trace, &hot), served(trace, &best(&[trace], slots)));
+            let share = planned / hindsight;
+            assert!(share >= 0.97, "{}, {slots}: {planned:.4} of {hindsight:.4}: {share:.4}", KINDS[kind]);
+        }
+    }
+}
+
+#[test]
+fn a_plan_for_the_mixture_serves_all_kinds() {
+    let lab = lab();
+    let all: Vec<_> = lab.traces.iter().collect();
+    for slots in SLOTS {
+        let (hot, hindsight) = (lab.planned(&lab.mix, slots), best(&all, slots));
+        let planned = mean(|kind| served(all[kind], &hot));
+        let hindsight = mean(|kind| served(all[kind], &hindsight));
+        let share = planned / hindsight;
+        assert!(share >= 0.95, "{slots}: {planned:.4} of {hindsight:.4}: {share:.4}");
+    }
+}
+
+#[test]
+fn plans_beat_what_needs_no_statistics() {
+    let lab = lab();
+    let all: Vec<_> = lab.traces.iter().collect();
+    for slots in SLOTS {
+        let mixed = lab.planned(&lab.mix, slots);
+        let uniform = slots as f64 / lab.n_experts() as f64;
+        for (kind, trace) in lab.traces.iter().enumerate() {
+            let planned = served(trace, &lab.planned(&lab.one[kind], slots));
+            let (first, recent) = (first_touch(&[trace], slots)[0], least_recent(&[trace], slots)[0]);
+            let said = format!(
+                "{}, {slots}: {planned:.4}, uniform {uniform:.4}, first {first:.4}, LRU {recent:.4}",
+                KINDS[kind]
+            );
+            assert!(planned > uniform && planned > first && planned > recent, "{said}");
+        }
+        // The same for the mixture, whose texts are read one after the other.
+        let mixed_planned = mean(|kind| served(all[kind], &mixed));
+        let first = in_any_order(&all, |texts| first_touch(texts, slots));
+        let recent = in_any_order(&all, |texts| least_recent(texts, slots));
+        let said =
+            format!("{slots}: {mixed_planned:.4}, uniform {uniform:.4}, first {first:.4}, LRU {recent:.4}");
+        assert!(mixed_planned > uniform && mixed_planned > first && mixed_planned > recent, "{said}");
+    }
+}
