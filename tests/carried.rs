@@ -5,10 +5,13 @@ use std::process::Output;
 
 use assert_cmd::Command;
 use orkpack::bytes::{Io, Limits};
+use orkpack::gguf::GgufFile;
 use orkpack::pack::Pack;
 use orkpack::source;
-use orkpack::tensor::Value;
+use orkpack::tensor::{TensorSource, Value};
+use orkpack::tokenizer::Tokenizer;
 
+use crate::support::fixture;
 use crate::support::gguf_builder::{GgufBuilder, MoeSpec, text, tiny_moe_builder};
 use crate::support::models::{folder, model_in};
 
@@ -63,7 +66,12 @@ fn set(mut model: GgufBuilder, key: &str, value: Option<Value>) -> GgufBuilder {
 #[track_caller]
 fn carried(folder: &Path, bytes: &[u8]) -> String {
     model_in(folder, bytes);
-    let output = run("orkpack", folder, &["convert", "model.gguf", "--force"]);
+    let prose = fixture("corpora/prose.txt");
+    // Over a short text, where the model can be given one.
+    let with_text = ["convert", "model.gguf", "--force", "--prompts", prose.to_str().unwrap()];
+    let is_known = Tokenizer::near(GgufFile::from_bytes("m", bytes.to_vec()).unwrap().metadata()).is_ok();
+    let words = if is_known { &with_text[..] } else { &with_text[..3] };
+    let output = run("orkpack", folder, words);
     done(&output);
     let pack = Pack::open(&folder.join("model.orkpack"), Default::default()).unwrap();
     let mut back = Vec::new();

@@ -42,11 +42,9 @@ fn a_plan_for_the_mixture_serves_all_kinds() {
 }
 
 #[test]
-fn plans_beat_what_needs_no_statistics() {
+fn a_plan_for_one_kind_beats_what_needs_no_statistics() {
     let lab = lab();
-    let all: Vec<_> = lab.traces.iter().collect();
     for slots in SLOTS {
-        let mixed = lab.planned(&lab.mix, slots);
         let uniform = slots as f64 / lab.n_experts() as f64;
         for (kind, trace) in lab.traces.iter().enumerate() {
             let planned = served(trace, &lab.planned(&lab.one[kind], slots));
@@ -55,14 +53,33 @@ fn plans_beat_what_needs_no_statistics() {
                 "{}, {slots}: {planned:.4}, uniform {uniform:.4}, first {first:.4}, LRU {recent:.4}",
                 KINDS[kind]
             );
-            assert!(planned > uniform && planned > first && planned > recent, "{said}");
+            assert!(planned > uniform && planned > recent, "{said}");
+            // The experts that a text calls first may happen to be the best there are: nothing beats those.
+            assert!(planned > first || planned == served(trace, &best(&[trace], slots)), "{said}");
         }
-        // The same for the mixture, whose texts are read one after the other.
-        let mixed_planned = mean(|kind| served(all[kind], &mixed));
+    }
+}
+
+#[test]
+fn a_plan_for_the_mixture_beats_what_needs_no_statistics() {
+    let lab = lab();
+    let (all, at_once) = (lab.traces.iter().collect::<Vec<_>>(), lab.at_once());
+    for slots in SLOTS {
+        let hot = lab.planned(&lab.mix, slots);
+        let uniform = slots as f64 / lab.n_experts() as f64;
+        let planned = mean(|kind| served(all[kind], &hot));
         let first = in_any_order(&all, |texts| first_touch(texts, slots));
-        let recent = in_any_order(&all, |texts| least_recent(texts, slots));
-        let said =
-            format!("{slots}: {mixed_planned:.4}, uniform {uniform:.4}, first {first:.4}, LRU {recent:.4}");
-        assert!(mixed_planned > uniform && mixed_planned > first && mixed_planned > recent, "{said}");
+        assert!(
+            planned > uniform && planned > first,
+            "{slots}: {planned:.4}, {uniform:.4}, first {first:.4}"
+        );
+        // Conversations beside each other. One long text after the other is another matter: a cache of 9 experts and
+        // more follows each text, which no fixed set can (docs/calibration.md has the figures).
+        let planned = served(&at_once, &hot);
+        let (first, recent) = (first_touch(&[&at_once], slots)[0], least_recent(&[&at_once], slots)[0]);
+        assert!(
+            planned > uniform && planned > first && planned > recent,
+            "{slots}: {planned:.4}, first {first:.4}, LRU {recent:.4}"
+        );
     }
 }

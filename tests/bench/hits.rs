@@ -11,6 +11,7 @@ pub fn bench() {
     println!("|---|--:|--:|--:|--:|--:|--:|--:|");
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let all: Vec<_> = lab.traces.iter().collect();
+    let at_once = lab.at_once();
     for slots in SLOTS {
         let uniform = percent(slots as f64 / lab.n_experts() as f64);
         let mixture = lab.planned(&lab.mix, slots);
@@ -43,6 +44,13 @@ pub fn bench() {
             percent(mixed / hindsight),
             percent(first),
             percent(recent)
+        );
+        println!(
+            "| all four at once | {slots} | {} | | {} | {} | {} | {uniform} |",
+            percent(served(&at_once, &best(&[&at_once], slots))),
+            percent(served(&at_once, &mixture)),
+            percent(first_touch(&[&at_once], slots)[0]),
+            percent(least_recent(&[&at_once], slots)[0])
         );
     }
 }

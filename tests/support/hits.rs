@@ -81,6 +81,16 @@ impl Lab {
         }
     }
 
+    /// The texts at once, a token of each in turn, as long as the shortest: what conversations beside each other call.
+    pub fn at_once(&self) -> Trace {
+        let per_token: usize = self.shape.moe_layers.iter().map(|layer| layer.n_used).sum();
+        let n_tokens = self.traces.iter().map(|trace| trace.len() / per_token).min().unwrap_or(0);
+        let tokens = (0..n_tokens).map(|token| token * per_token);
+        tokens
+            .flat_map(|at| self.traces.iter().flat_map(move |trace| trace[at..at + per_token].to_vec()))
+            .collect()
+    }
+
     /// Experts of all layers.
     pub fn n_experts(&self) -> usize {
         self.shape.moe_layers.iter().map(|layer| layer.n_expert()).sum()
@@ -147,10 +157,15 @@ pub fn first_touch(texts: &[&Trace], slots: usize) -> Vec<f64> {
     })
 }
 
-/// The same where an expert that is called takes the place of the one that was called longest ago.
+/// The same where an expert that is called takes the place of the one of its layer that was called longest ago; each
+/// layer has as many of the slots. (One pool for all layers would be emptied by every token until it holds a token's
+/// calls.)
 pub fn least_recent(texts: &[&Trace], slots: usize) -> Vec<f64> {
-    let mut recent: Vec<Expert> = Vec::new();
-    replay(texts, |call| {
+    let mut layers: BTreeMap<u32, Vec<u32>> =
+        texts.iter().flat_map(|trace| trace.iter()).map(|call| (call.0, Vec::new())).collect();
+    let slots = slots / layers.len().max(1);
+    replay(texts, |(layer, call)| {
+        let recent = layers.entry(layer).or_default();
         let at = recent.iter().position(|expert| *expert == call);
         match at {
             Some(at) => drop(recent.remove(at)),
