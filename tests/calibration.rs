@@ -168,6 +168,28 @@ fn a_bad_line_of_prompts_is_named_and_nothing_is_written() {
 }
 
 #[test]
+fn case_d7_too_short_a_text_is_a_warning_with_numbers() {
+    let folder = folder();
+    model_in(folder.path(), &tiny_moe(&MoeSpec { n_expert: 64, ..MoeSpec::default() }));
+    fs::write(folder.path().join("short.txt"), "one two").unwrap();
+    let long: String = (0..4000).map(|i| format!("{} ", i * i % 977)).collect();
+    fs::write(folder.path().join("long.txt"), long).unwrap();
+    let calibrate = |prompts: &str| {
+        let words = ["calibrate", "model.gguf", "--prompts", prompts, "-o", "routing.json", "--force"];
+        let (code, out, said) = orkpack(folder.path(), &words);
+        assert_eq!(code, 0, "{said}");
+        (statistics(&folder.path().join("routing.json")).coverage(), out)
+    };
+    let (coverage, said) = calibrate("short.txt");
+    let share = format!("warning: {:.1} % of the experts were never seen", 100.0 * coverage.unseen_share());
+    let wanted = format!("note: too few tokens to rank every expert; {} give each", coverage.tokens_wanted);
+    assert!(coverage.is_thin() && said.contains(&share) && said.contains(&wanted), "{said}");
+    let (coverage, said) = calibrate("long.txt");
+    assert!(!coverage.is_thin() && coverage.unseen_share() < 0.1, "{coverage:?}");
+    assert!(!said.contains("warning") && !said.contains("too few"), "{said}");
+}
+
+#[test]
 fn case_d10_an_imatrix_of_another_model_is_refused_by_its_shape() {
     let folder = folder();
     model_in(folder.path(), &tiny_moe(&MoeSpec { n_expert: 16, ..MoeSpec::default() }));

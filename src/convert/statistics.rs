@@ -163,11 +163,13 @@ pub fn count(
 ) -> Result<Statistics, Error> {
     let model = subject.outline.runnable().at(subject.path)?;
     let texts = tokens(subject, model, texts, progress)?;
-    let cut = Cut { group: group_tokens(subject.source.as_ref(), model), ..Cut::default() };
+    let model_bytes = model_bytes(subject.source.as_ref());
+    let group = group_tokens(model_bytes, model.n_embd(), available_memory());
+    let cut = Cut { group, ..Cut::default() };
     let total: usize = texts.iter().map(Vec::len).sum();
     progress.note(&format!(
         "calibrating on {total} tokens; the model's {} are read {}",
-        Bytes(model_bytes(subject.source.as_ref())),
+        Bytes(model_bytes),
         match n_groups(&texts, cut) {
             0 | 1 => "once".to_owned(),
             n => format!("{n} times, once for each group of tokens"),
@@ -225,30 +227,30 @@ impl Estimate {
 
     fn words(&mut self, done: usize, total: usize) -> Option<String> {
         self.after.take_if(|after| done >= *after)?;
-        let spent = self.begun.elapsed();
-        let left = spent.mul_f64((total - done) as f64 / done.max(1) as f64);
-        let about = |time: Duration| match time.as_secs() {
-            seconds @ 0..120 => format!("{seconds} seconds"),
-            seconds @ 120..7200 => format!("{} minutes", seconds / 60),
-            seconds => format!("{:.1} hours", seconds as f64 / 3600.0),
-        };
-        (left >= Estimate::WORTH).then(|| {
-            format!(
-                "calibrating takes about {} more (estimated from its first {})",
-                about(left),
-                about(spent)
-            )
-        })
+        estimate(self.begun.elapsed(), done, total)
     }
 }
 
-/// How many tokens go through a layer together: a few where the file fits into memory and is read from there again, else
-/// as many as a quarter of the memory holds.
-fn group_tokens(source: &dyn TensorSource, model: &Model) -> usize {
+/// What is left where so much time was spent on so many tokens of the total; `None` where it is not worth a line.
+fn estimate(spent: Duration, done: usize, total: usize) -> Option<String> {
+    let left = spent.mul_f64(total.saturating_sub(done) as f64 / done.max(1) as f64);
+    let about = |time: Duration| match time.as_secs() {
+        0..10 => format!("{:.1} seconds", time.as_secs_f64()),
+        seconds @ 10..120 => format!("{seconds} seconds"),
+        seconds @ 120..7200 => format!("{} minutes", seconds / 60),
+        seconds => format!("{:.1} hours", seconds as f64 / 3600.0),
+    };
+    let (left, spent) = (left >= Estimate::WORTH).then_some((about(left), about(spent)))?;
+    Some(format!("calibrating takes about {left} more (estimated from its first {spent})"))
+}
+
+/// How many tokens go through a layer together: a few where the file fits into the memory that is available and is read
+/// from there again, else as many as a quarter of it holds.
+fn group_tokens(model_bytes: u64, n_embd: usize, available: Option<u64>) -> usize {
     let least = Cut::default().group;
-    match available_memory() {
-        Some(available) if model_bytes(source) > available => {
-            let row_bytes = 4 * model.n_embd().max(1) as u64;
+    match available {
+        Some(available) if model_bytes > available => {
+            let row_bytes = 4 * n_embd.max(1) as u64;
             usize::try_from(available / 4 / row_bytes).unwrap_or(least).max(least)
         }
         _ => least,
@@ -330,4 +332,36 @@ fn imatrix(subject: Subject<'_>, path: &Path) -> Result<Statistics, Error> {
 
 fn layers(outline: &Outline) -> Vec<RoutedLayer> {
     Counts::new(outline.shape()).layers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_larger_than_memory_is_read_in_larger_groups() {
+        const GIB: u64 = 1 << 30;
+        let cases = [
+            (20 * GIB, 2048, None, 16_384),
+            (20 * GIB, 2048, Some(32 * GIB), 16_384),
+            (20 * GIB, 2048, Some(8 * GIB), 262_144),
+            (600 * GIB, 7168, Some(32 * GIB), 299_593),
+            (20 * GIB, 2048, Some(GIB / 4), 16_384),
+        ];
+        for (model_bytes, n_embd, available, expected) in cases {
+            assert_eq!(group_tokens(model_bytes, n_embd, available), expected, "{model_bytes} {available:?}");
+        }
+    }
+
+    #[test]
+    fn an_estimate_is_said_where_there_is_time_to_read_it() {
+        let estimate = |seconds, done, total| estimate(Duration::from_millis(seconds), done, total);
+        let said = "calibrating takes about 90 seconds more (estimated from its first 10 seconds)";
+        assert_eq!(estimate(10_000, 100, 1000).as_deref(), Some(said));
+        let said = "calibrating takes about 99 minutes more (estimated from its first 6.0 seconds)";
+        assert_eq!(estimate(6_000, 1, 1000).as_deref(), Some(said));
+        assert!(estimate(40_000, 10, 10_000).is_some_and(|line| line.contains("about 11.1 hours more")));
+        assert_eq!(estimate(2_000, 100, 1000), None);
+        assert_eq!(estimate(2_000, 0, 5), None);
+    }
 }
