@@ -124,7 +124,7 @@ impl Kernel {
         assert_eq!(out.len(), o_range.len() * rows.len(), "output of another shape");
         let stride = o_range.len();
         let to = Output { out, stride, first: 0 };
-        if acts.form() == Form::F32 && !is_float(weight.dtype()) {
+        if acts.form() == Form::F32 && !weight.dtype().is_float() {
             return self.multiply_dequantized(weight, o_range, acts, rows, to);
         }
         assert_eq!(acts.form(), Form::for_weight(weight.dtype()), "activations in another form");
@@ -205,10 +205,6 @@ impl Kernel {
 const TILE_ROWS: usize = 16;
 
 /// Whether the type is a plain number, read as it is by every path.
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
-}
-
 /// Part of an output matrix: columns from `first` of rows that are `stride` long.
 struct Output<'a> {
     out: &'a mut [f32],

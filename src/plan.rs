@@ -50,7 +50,7 @@ use notes::{memory, notes};
 use place::Resident;
 use routing::{LayerRouting, SkewEnd};
 use select::{Choices, State, Weights};
-use selector::{Selected, Selector, best_hot};
+use selector::{Selected, Selectors, best_hot};
 
 /// Tokens of the prompt that prefill is planned for.
 pub const PROMPT_TOKENS: u32 = 512;
@@ -219,8 +219,8 @@ pub struct Planner<'a> {
     budget: u64,
     /// Slowest, likely and fastest.
     cases: Vec<Case>,
-    /// The domain of each layer.
-    domains: Vec<u32>,
+    /// The domain of each layer, with one domain, with two, and so on up to all that may be used.
+    layouts: Vec<Vec<u32>>,
 }
 
 impl<'a> Planner<'a> {
@@ -239,9 +239,9 @@ impl<'a> Planner<'a> {
             (gate_up + down) * model.n_expert() as u64
         };
         let layer_bytes: Vec<u64> = cases[1].models.iter().map(bytes).collect();
-        let domains = place::domains(&layer_bytes, request.domains);
-        let planner = Planner { request, budget, cases, domains };
-        check_forced_bytes(&planner.choices(), &planner.domains, budget)?;
+        let layouts = (1..=request.domains).map(|n| place::domains(&layer_bytes, n)).collect();
+        let planner = Planner { request, budget, cases, layouts };
+        planner.check_forced_bytes(budget)?;
         Ok(planner)
     }
 
@@ -260,21 +260,22 @@ impl<'a> Planner<'a> {
     ///
     /// As [`choose`].
     pub fn plan_at(&self, budget: Bytes) -> Result<Plan, PlanError> {
-        let Planner { request, cases, domains, .. } = self;
+        let Planner { request, cases, .. } = self;
         let &PlanRequest { shape, profile, objective, .. } = *request;
         check_window(budget, profile)?;
-        let mut selector = Selector::new(self);
-        check_forced_bytes(&selector.choices, domains, budget.0)?;
-        let selected = selector.select(budget.0);
-        let gap = selector.gap(&selected);
-        let Selected { weights, states, usable, .. } = selected;
-        let (likely, choices) = (&cases[1], &selector.choices);
+        self.check_forced_bytes(budget.0)?;
+        let mut selectors = Selectors::new(self);
+        let selected = selectors.select(budget.0);
+        let Some((Selected { weights, states, usable, domains, .. }, gap)) = selected else {
+            return Err(PlanError::OverWindow { budget, window: profile.window() });
+        };
+        let (likely, choices, n_domains) = (&cases[1], selectors.choices(), selector::n_domains(domains));
         let hot = [Regime::Decode, Regime::Prefill]
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
         let cuts = cuts(request, likely, &hot);
         let layers = layer_plans(shape, choices, domains, &states);
-        let chunks = place::place(&resident(choices, &layers, weights), request.domains, profile);
-        let footprint = place::footprint(&chunks, request.domains, profile)?;
+        let chunks = place::place(&resident(choices, &layers, weights), n_domains, profile);
+        let footprint = place::footprint(&chunks, n_domains, profile)?;
         let memory = memory(request, footprint.weight_bytes, footprint.scratch_bytes);
         let [decode, prefill] =
             [(Regime::Decode, 1), (Regime::Prefill, PROMPT_TOKENS)].map(|(regime, tokens)| {
@@ -300,7 +301,7 @@ impl<'a> Planner<'a> {
             objective,
             budget_bytes: budget.0,
             window_bytes: profile.window().0,
-            n_domains: request.domains,
+            n_domains,
             footprint,
             hit_rates,
             memory,
@@ -327,11 +328,23 @@ impl<'a> Planner<'a> {
 
     /// The smallest budget that can be planned with: what the experts named by the user need in the fullest domain.
     pub fn least_budget(&self) -> Bytes {
-        let mut needed = vec![0u64; self.request.domains as usize];
-        for (choice, &domain) in self.choices().iter().zip(&self.domains) {
-            needed[domain as usize] += choice.bytes_of(choice.base());
+        Bytes(Selectors::new(self).fullest(Choices::base).0)
+    }
+
+    /// The largest budget that makes a difference: the window, or what everything needs in the fullest domain.
+    pub fn most_budget(&self) -> Bytes {
+        self.request.profile.window().min(Bytes(Selectors::new(self).fullest(Choices::most).1))
+    }
+
+    /// The experts that the user named must fit in some number of domains.
+    fn check_forced_bytes(&self, budget: u64) -> Result<(), PlanError> {
+        let choices = self.choices();
+        let fits = |domains: &Vec<u32>| check_forced_bytes(&choices, domains, budget);
+        let (last, fewer) = self.layouts.split_last().map_or((None, &[][..]), |(l, f)| (Some(l), f));
+        if fewer.iter().any(|domains| fits(domains).is_ok()) {
+            return Ok(());
         }
-        Bytes(needed.into_iter().max().unwrap_or(0))
+        last.map_or(Ok(()), fits)
     }
 
     fn choices(&self) -> Vec<Choices<'_>> {
@@ -373,7 +386,7 @@ fn check_request(request: &PlanRequest<'_>) -> Result<u64, PlanError> {
     if let Routing::Measured(statistics) = request.routing {
         statistics.check_model(&routed_layers(shape), None)?;
     }
-    let available = profile.memory.domains.value;
+    let available = profile.domains();
     if !(1..=available).contains(&request.domains) {
         return Err(PlanError::Domains { asked: request.domains, available });
     }

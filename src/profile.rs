@@ -182,6 +182,8 @@ pub struct Rates {
     pub npu_shared_bytes_per_s: Option<Figure<f64>>,
     /// Multiply-accumulates of the CPU in prefill, per second.
     pub cpu_macs_per_s: Figure<f64>,
+    /// The same of weights whose type has no integer kernel, per second: they are multiplied as floats.
+    pub cpu_float_macs_per_s: Figure<f64>,
     /// Multiply-accumulates of the NPU, per second.
     pub npu_macs_per_s: Figure<f64>,
     /// Filling device buffers from memory, bytes per second.
@@ -205,6 +207,8 @@ pub struct ValueCosts {
     pub quantize_value: Figure<f64>,
     /// Reading and scaling one result.
     pub scale_value: Figure<f64>,
+    /// Unpacking one weight whose type has no integer kernel, once for all rows of a product.
+    pub unpack_weight: Figure<f64>,
 }
 
 /// Under which conditions the figures hold.
@@ -539,6 +543,7 @@ impl DeviceProfile {
             ("rates.npu_core_bytes_per_s", &rates.npu_core_bytes_per_s),
             ("rates.both_bytes_per_s", &rates.both_bytes_per_s),
             ("rates.cpu_macs_per_s", &rates.cpu_macs_per_s),
+            ("rates.cpu_float_macs_per_s", &rates.cpu_float_macs_per_s),
             ("rates.npu_macs_per_s", &rates.npu_macs_per_s),
             ("rates.copy_bytes_per_s", &rates.copy_bytes_per_s),
             ("rates.disk_bytes_per_s", &rates.disk_bytes_per_s),
@@ -551,6 +556,7 @@ impl DeviceProfile {
             ("latency_us.buffer_create", &latency.buffer_create),
             ("cost_ns.quantize_value", &costs.quantize_value),
             ("cost_ns.scale_value", &costs.scale_value),
+            ("cost_ns.unpack_weight", &costs.unpack_weight),
         ];
         for (field, figure) in figures.into_iter().chain(given) {
             let (low, value, high) = (figure.low(), figure.value, figure.high());

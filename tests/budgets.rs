@@ -5,6 +5,7 @@ use orkpack::plan::{
     ANSWER_TOKENS, Advice, Note, Objective, PROMPT_TOKENS, Plan, PlanRequest, Planner, Routing, Skew, choose,
 };
 use orkpack::profile::DeviceProfile;
+use orkpack::report::{self, PlanDocument};
 use orkpack::tensor::Dtype;
 use orkpack::units::{Bytes, LayerId};
 
@@ -184,4 +185,79 @@ fn with_little_memory_a_larger_budget_still_never_predicts_slower() {
             last = now;
         }
     }
+}
+
+#[test]
+fn case_h6_without_an_iommu_little_can_be_mapped_and_the_plan_says_so() {
+    let (shape, mut profile) = (shape(2, 16, 2, 512, 512, Dtype::Q8_0), rk3588());
+    profile.memory.iommu.value = false;
+    let statistics = statistics(&shape, 512, 2.2, 1);
+    let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
+    request.objective = Objective::Hits;
+    let plan = choose(&request).unwrap();
+    assert!(plan.window_bytes < 13_000_000 && plan.budget_bytes <= plan.window_bytes);
+    assert!(plan.footprint.weight_bytes <= plan.window_bytes);
+    let said = |note: &&Note| matches!(note, Note::Device { what } if what.contains("IOMMU is off"));
+    assert!(plan.notes.iter().find(said).is_some(), "{:?}", plan.notes);
+    // One domain, and no more than it can map.
+    request.domains = 2;
+    assert!(choose(&request).unwrap_err().to_string().starts_with("2 domains asked for, the device has 1"));
+    (request.domains, request.budget) = (1, Some(Bytes(64 * MIB)));
+    assert!(choose(&request).unwrap_err().to_string().contains("is over the usable window"));
+}
+
+#[test]
+fn case_h10_a_parked_memory_clock_slows_the_estimate_and_is_said() {
+    let (shape, profile) = (lfm(), rk3588());
+    let mut parked = profile.clone();
+    parked.conditions.ddr_mhz.value = 528;
+    let plan = |profile: &DeviceProfile| {
+        choose(&PlanRequest::new(&shape, Routing::Assumed(Skew::RANGE), profile)).unwrap()
+    };
+    let (usual, slow) = (plan(&profile), plan(&parked));
+    let decode = |plan: &Plan| plan.forecasts[0].cpu_only;
+    // A token is nothing but streaming.
+    let times = decode(&usual).value / decode(&slow).value;
+    assert!((times - 4.0).abs() < 1e-6, "{times} times slower");
+    assert!(decode(&slow).low < decode(&slow).value && decode(&slow).value < decode(&slow).high);
+    let said = |note: &&Note| matches!(note, Note::Device { what } if what.contains("528 MHz"));
+    assert!(slow.notes.iter().find(said).is_some() && !usual.notes.iter().any(|note| said(&note)));
+    let document = PlanDocument { assumptions: parked.assumptions(), ..PlanDocument::of(&slow) };
+    let text = report::planned(&document, "assumed");
+    let line = text.lines().find(|line| line.starts_with("speeds rest on: ")).unwrap();
+    assert!(line.contains("memory at 528 MHz") && line.contains("both together stream 28.0 GB/s"), "{line}");
+}
+
+#[test]
+fn weights_without_an_integer_kernel_are_slower_on_the_cpu() {
+    let profile = rk3588();
+    let forecast = |dtype| {
+        let shape = shape(8, 32, 4, 2048, 1792, dtype);
+        choose(&PlanRequest::new(&shape, Routing::Assumed(Skew::RANGE), &profile)).unwrap()
+    };
+    let (with, without) = (forecast(Dtype::Q4_0), forecast(Dtype::Q4_1));
+    // Q4_1 has a ninth more bytes; unpacking each weight takes longer than reading it.
+    let decode = |plan: &Plan| plan.forecasts[0].cpu_only.value;
+    assert!(decode(&without) < 0.6 * decode(&with), "{} {}", decode(&without), decode(&with));
+    let prefill = |plan: &Plan| plan.forecasts[1].cpu_only.value;
+    assert!(prefill(&without) < 0.8 * prefill(&with), "{} {}", prefill(&without), prefill(&with));
+}
+
+#[test]
+fn as_many_domains_are_used_as_serve_best() {
+    // A token that passes through eight domains waits for eight switches; half as much would fit into one.
+    let (shape, profile) = (shape(12, 16, 2, 2048, 512, Dtype::Q8_0), rk3588());
+    let statistics = statistics(&shape, 512, 2.2, 1);
+    let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
+    request.domains = 8;
+    let plan = choose(&request).unwrap();
+    assert!(plan.n_domains < 8 && plan.footprint.domains.len() == plan.n_domains as usize);
+    let seconds_with = |domains| seconds(&choose(&PlanRequest { domains, ..request.clone() }).unwrap());
+    let fewer: Vec<f64> = (1..=8).map(seconds_with).collect();
+    assert!(fewer.is_sorted_by(|a, b| a >= b), "more that may be used is never slower: {fewer:?}");
+    // Where each holds little, more of them hold more, and a prompt is worth the switches.
+    (request.objective, request.budget) = (Objective::Prefill, Some(Bytes(30 * MIB)));
+    let plan = choose(&request).unwrap();
+    assert!(plan.n_domains > 1, "{} domains", plan.n_domains);
+    assert!(plan.layers.iter().all(|layer| layer.domain < plan.n_domains));
 }

@@ -32,12 +32,14 @@ fn rates(cpu: f64, npu: f64, cpu_shared: f64, npu_shared: f64) -> Rates {
         cpu_shared_bytes: cpu_shared * 1e9,
         npu_shared_bytes: npu_shared * 1e9,
         cpu_macs: 1e18,
+        cpu_float_macs: 1e18,
         npu_macs: 1e18,
         submit: 0.0,
         program: 0.0,
         domain_switch: 0.0,
         quantize: 0.0,
         scale: 0.0,
+        unpack: 0.0,
         serial: false,
     }
 }

@@ -37,6 +37,7 @@ mod recommend;
 mod reference;
 mod regression;
 mod routing;
+mod row_shares;
 mod run;
 mod sentencepiece;
 mod shapes;

@@ -15,7 +15,6 @@ use crate::model::Outline;
 use crate::plan::{Plan, Planner, Routing, Skew};
 use crate::report::{self, PlanDocument};
 use crate::source;
-use crate::units::Bytes;
 
 pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
@@ -59,9 +58,8 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let request = request(outline.shape(), known, &choice);
     let planner = Planner::new(&request)?;
     let plan = planner.plan()?;
-    let window = plan.window_bytes;
     let range = match (arguments.sweep, &arguments.report) {
-        (None, Some(_)) => Some((planner.least_budget(), Bytes(window))),
+        (None, Some(_)) => Some((planner.least_budget(), planner.most_budget())),
         (range, _) => range,
     };
     let mut document = PlanDocument {
@@ -69,6 +67,7 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
         explanations: planner.explain(&plan, &arguments.explain)?,
         sweep: range.map(|(from, to)| planner.sweep(from, to)).transpose()?.unwrap_or_default(),
         times: Vec::new(),
+        assumptions: choice.profile.assumptions(),
     };
     let source = report::routing(found.as_ref());
     if let Some(report) = &arguments.report {

@@ -78,7 +78,7 @@ impl<P: Port> Npu<P> {
     /// Creates a buffer after the domain's limits have been checked.
     fn create(&mut self, bytes: u64, domain: u32) -> Result<Buffer, DeviceError> {
         let memory = &self.profile.memory;
-        let domains = memory.domains.value;
+        let domains = self.profile.domains();
         if domain >= domains {
             return Err(DeviceError::NoDomain { domain, domains });
         }

@@ -3,8 +3,10 @@
 //! The runtime uses the same functions to turn what it counted into modelled time. Equations and the source of every
 //! constant: docs/planning.md. No figure here comes from the machine that runs this program.
 
+use crate::kernel::Form;
 use crate::model::ModelShape;
 use crate::profile::{DeviceProfile, Figure};
+use crate::tensor::Dtype;
 
 /// Which end of each figure's range to compute with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +32,8 @@ pub struct Rates {
     pub npu_shared_bytes: f64,
     /// Multiply-accumulates per second of the CPU.
     pub cpu_macs: f64,
+    /// The same of weights without an integer kernel.
+    pub cpu_float_macs: f64,
     /// Multiply-accumulates per second of the NPU.
     pub npu_macs: f64,
     /// Seconds of one submission and its completion.
@@ -42,6 +46,8 @@ pub struct Rates {
     pub quantize: f64,
     /// Seconds to read and scale one result, all CPU threads at it.
     pub scale: f64,
+    /// Seconds to unpack one weight without an integer kernel, all CPU threads at it.
+    pub unpack: f64,
     /// One side waits for the other, as in the prior system.
     pub serial: bool,
 }
@@ -118,21 +124,27 @@ impl Rates {
         };
         let (rates, latency, costs) = (&profile.rates, &profile.latency_us, &profile.cost_ns);
         let threads = f64::from(profile.conditions.cpu_threads.value);
-        let (cpu_bytes, npu_bytes) = (fast(&rates.cpu_bytes_per_s), fast(&rates.npu_bytes_per_s));
-        let (cpu_shared_bytes, npu_shared_bytes) =
-            shared(cpu_bytes, npu_bytes, fast(&rates.both_bytes_per_s));
+        // A slower memory streams that much less on either side.
+        let stream = |figure: &Figure<f64>| fast(figure) * profile.memory_share();
+        let (cpu_bytes, npu_bytes) = (stream(&rates.cpu_bytes_per_s), stream(&rates.npu_bytes_per_s));
+        let (cpu_shared_bytes, npu_shared_bytes) = match rates.shared() {
+            Some((cpu, npu)) => (stream(cpu), stream(npu)),
+            None => shared(cpu_bytes, npu_bytes, stream(&rates.both_bytes_per_s)),
+        };
         Rates {
             cpu_bytes,
             npu_bytes,
             cpu_shared_bytes,
             npu_shared_bytes,
             cpu_macs: fast(&rates.cpu_macs_per_s),
+            cpu_float_macs: fast(&rates.cpu_float_macs_per_s),
             npu_macs: fast(&rates.npu_macs_per_s),
             submit: short(&latency.submit) * 1e-6,
             program: short(&latency.program) * 1e-6,
             domain_switch: short(&latency.domain_switch) * 1e-6,
             quantize: short(&costs.quantize_value) * 1e-9 / threads,
             scale: short(&costs.scale_value) * 1e-9 / threads,
+            unpack: short(&costs.unpack_weight) * 1e-9 / threads,
             serial: false,
         }
     }
@@ -140,6 +152,17 @@ impl Rates {
     /// A matrix on the CPU: its source bytes are streamed once, `macs` (weights × rows) computed.
     pub fn cpu(&self, source_bytes: f64, macs: f64) -> Load {
         Load { seconds: (source_bytes / self.cpu_bytes).max(macs / self.cpu_macs), bytes: source_bytes }
+    }
+
+    /// An expert's matrix of `n_weights` on the CPU for some rows. Without an integer kernel its weights are unpacked once
+    /// and multiplied as floats.
+    pub fn cpu_matrix(&self, dtype: Dtype, source_bytes: f64, n_weights: f64, rows: f64) -> Load {
+        if Form::for_weight(dtype) != Form::F32 {
+            return self.cpu(source_bytes, n_weights * rows);
+        }
+        let unpacked = if dtype.is_float() { 0.0 } else { n_weights * self.unpack };
+        let computing = unpacked + n_weights * rows / self.cpu_float_macs;
+        Load { seconds: (source_bytes / self.cpu_bytes).max(computing), bytes: source_bytes }
     }
 
     /// A matrix on the NPU: its tiles are streamed once per pass, `macs` (with padding) computed, in so many

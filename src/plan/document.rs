@@ -333,6 +333,11 @@ pub enum Note {
         /// Bytes of copies.
         used: u64,
     },
+    /// What to be wary of in the device's profile.
+    Device {
+        /// In words.
+        what: String,
+    },
     /// A projection that no program can hold stays on the CPU.
     StaysOnCpu {
         /// The layer.
@@ -546,6 +551,7 @@ impl fmt::Display for Note {
                  would be read from disk instead",
                 crate::units::Bytes(*used)
             ),
+            Note::Device { what } => f.write_str(what),
             Note::StaysOnCpu { layer, projection } => {
                 write!(
                     f,

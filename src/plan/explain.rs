@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::document::{Basis, Holds, Item, LayerPlan, Objective, Plan, tidy};
 use super::routing::Routing;
 use super::select::{Choices, grain};
-use super::selector::Selector;
+use super::selector::Selectors;
 use super::{PlanError, Planner};
 use crate::calibrate::Block;
 use crate::units::{ExpertId, LayerId};
@@ -130,9 +130,9 @@ impl Planner<'_> {
             .iter()
             .map(|&(layer, expert)| find(plan, layer, expert))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut selector = Selector::new(self);
-        let flips = self.flips(&mut selector, plan, &wanted);
-        let explain = |(wanted, flip)| self.explanation(plan, &selector.choices, wanted, flip);
+        let mut selectors = Selectors::new(self);
+        let flips = self.flips(&mut selectors, plan, &wanted);
+        let explain = |(wanted, flip)| self.explanation(plan, selectors.choices(), wanted, flip);
         Ok(wanted.iter().zip(flips).map(explain).collect())
     }
 
@@ -178,28 +178,25 @@ impl Planner<'_> {
         }
     }
 
-    /// Bytes of the fullest domain with everything resident that can be.
-    fn bytes_of_all(&self, choices: &[Choices<'_>]) -> u64 {
-        let mut bytes = vec![0u64; self.request.domains as usize];
-        for (choice, &domain) in choices.iter().zip(&self.domains) {
-            bytes[domain as usize] += choice.bytes_of(choice.most());
-        }
-        bytes.into_iter().max().unwrap_or(0)
-    }
-
     /// For each expert the budget from which on it is resident, and whether every budget on the way was planned.
-    fn flips(&self, selector: &mut Selector<'_>, plan: &Plan, wanted: &[Wanted]) -> Vec<(Option<u64>, bool)> {
-        let grain = grain(&selector.choices);
+    fn flips(
+        &self,
+        selectors: &mut Selectors<'_>,
+        plan: &Plan,
+        wanted: &[Wanted],
+    ) -> Vec<(Option<u64>, bool)> {
+        let grain = grain(selectors.choices());
         let mut flips = vec![(None, true); wanted.len()];
         if grain == 0 {
             return flips;
         }
         // With everything resident nothing changes any more.
-        let all = self.bytes_of_all(&selector.choices);
+        let (_, all) = selectors.fullest(Choices::most);
         let least = self.least_budget().0.div_ceil(grain);
         let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
-            wanted.at < selector.select(budget * grain).states[wanted.layer].n_items()
+            let selected = selectors.select(budget * grain);
+            selected.is_some_and(|(selected, _)| wanted.at < selected.states[wanted.layer].n_items())
         };
         for (wanted, flip) in wanted.iter().zip(&mut flips) {
             let ranked = &plan.layers[wanted.layer];

@@ -10,7 +10,7 @@ use super::select::State;
 use crate::calibrate::{RowsPerExpert, bin_edges};
 use crate::model::MoeLayerShape;
 use crate::profile::DeviceProfile;
-use crate::tensor::Projection;
+use crate::tensor::{Dtype, Projection};
 use crate::tile::{self, SubMatrix, TileError};
 
 /// A layer as the planner sees it, its experts sorted best first.
@@ -39,6 +39,8 @@ pub(super) struct LayerModel {
 struct Matrix {
     n_in: f64,
     n_out: f64,
+    /// Its type in the source.
+    dtype: Dtype,
     /// Tile bytes, most rows of a program.
     parts: Vec<(f64, f64)>,
 }
@@ -211,7 +213,12 @@ impl LayerModel {
         }
         let load = |p: &Projection| {
             let matrix = &self.shapes[*p as usize];
-            rates.cpu(self.source_bytes[e][*p as usize], matrix.n_in * matrix.n_out * rows)
+            rates.cpu_matrix(
+                matrix.dtype,
+                self.source_bytes[e][*p as usize],
+                matrix.n_in * matrix.n_out,
+                rows,
+            )
         };
         projections.iter().map(load).fold(Load::default(), Load::plus)
     }
@@ -246,8 +253,9 @@ type Programs = ([Matrix; 3], [Option<Vec<SubMatrix>>; 3]);
 
 fn programs(shape: &MoeLayerShape, profile: &DeviceProfile) -> Result<Programs, TileError> {
     let cut = |p: Projection| -> Result<(Matrix, Option<Vec<SubMatrix>>), TileError> {
-        let (n_in, n_out) =
-            shape.experts.first().map_or((0, 0), |e| (e[p as usize].n_in, e[p as usize].n_out));
+        let first = shape.experts.first().map(|matrices| matrices[p as usize]);
+        let (n_in, n_out) = first.map_or((0, 0), |matrix| (matrix.n_in, matrix.n_out));
+        let dtype = first.map_or(Dtype::F32, |matrix| matrix.dtype);
         let parts = match tile::cut(n_in as u64, n_out as u64, profile) {
             Ok(parts) => Some(parts),
             Err(TileError::TooLarge { .. }) => None,
@@ -257,7 +265,7 @@ fn programs(shape: &MoeLayerShape, profile: &DeviceProfile) -> Result<Programs, 
             (part.bytes() as f64, f64::from(profile.max_rows(part.k_padded).unwrap_or(1).max(1)))
         };
         let priced = parts.iter().flatten().map(price).collect();
-        Ok((Matrix { n_in: n_in as f64, n_out: n_out as f64, parts: priced }, parts))
+        Ok((Matrix { n_in: n_in as f64, n_out: n_out as f64, dtype, parts: priced }, parts))
     };
     let [(gate, gate_parts), (up, up_parts), (down, down_parts)] =
         [cut(Projection::Gate)?, cut(Projection::Up)?, cut(Projection::Down)?];

@@ -35,7 +35,8 @@ pub(super) fn notes(
     hit_rates: &HitRates,
     memory: &MemoryAccount,
 ) -> Vec<Note> {
-    let mut notes = Vec::new();
+    let warnings = request.profile.warnings().into_iter();
+    let mut notes: Vec<Note> = warnings.map(|warning| Note::Device { what: warning.to_string() }).collect();
     match request.routing {
         Routing::Assumed(_) => {
             notes.push(Note::AssumedRouting);

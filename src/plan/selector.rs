@@ -10,44 +10,98 @@ use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanRequest, Planner, memory
 const MEMORY_STEPS: u64 = 32;
 
 /// What was selected for one budget.
-pub(super) struct Selected {
+pub(super) struct Selected<'p> {
     /// What counted.
     pub weights: Weights,
     pub states: Vec<State>,
     /// Bytes of the budget that were used at most: fewer where the model's own weights need the memory.
     pub usable: u64,
+    /// The domain of each layer.
+    pub domains: &'p [u32],
     exact: bool,
 }
 
+/// Selects for one budget after the other, in as many domains as serve best.
+pub(super) struct Selectors<'p> {
+    /// With one domain, with two, and so on.
+    selectors: Vec<Selector<'p>>,
+}
+
+impl<'p> Selectors<'p> {
+    pub fn new(planner: &'p Planner<'p>) -> Selectors<'p> {
+        let selectors = planner.layouts.iter().map(|domains| Selector::new(planner, domains));
+        Selectors { selectors: selectors.collect() }
+    }
+
+    /// What each layer can have.
+    pub fn choices(&self) -> &[Choices<'p>] {
+        self.selectors.first().map_or(&[], |selector| &selector.choices)
+    }
+
+    /// The states for a budget, and what of the time that is saved another choice could save more, at most: 0 for the
+    /// best. Every domain that is used costs a switch per pass, so fewer may do better; among equals the fewest. Made
+    /// for hits, a plan uses all. `None` where what the user demands is more than the budget in any number of domains.
+    pub fn select(&mut self, budget: u64) -> Option<(Selected<'p>, f64)> {
+        let fit = self.selectors.iter_mut().filter(|selector| selector.fullest(Choices::base) <= budget);
+        let mut best: Option<(f64, Selected<'p>, &mut Selector<'p>)> = None;
+        for selector in fit {
+            let selected = selector.select(budget);
+            let counts = selected.weights.hits <= 0.0 && selector.planner.layouts.len() > 1;
+            let seconds = if counts { selector.seconds_with_disk(&selected).iter().sum() } else { 0.0 };
+            if best.as_ref().is_none_or(|(least, ..)| seconds < *least || !counts) {
+                best = Some((seconds, selected, selector));
+            }
+        }
+        best.map(|(_, selected, selector)| {
+            let gap = selector.gap(&selected);
+            (selected, gap)
+        })
+    }
+
+    /// Least bytes of the fullest domain with these states, over all numbers of domains, and most.
+    pub fn fullest(&self, state: fn(&Choices<'p>) -> State) -> (u64, u64) {
+        let bytes = self.selectors.iter().map(|selector| selector.fullest(state));
+        (bytes.clone().min().unwrap_or(0), bytes.max().unwrap_or(0))
+    }
+}
+
 /// Selects the states of all layers for one budget after the other; what no budget changes is kept.
-pub(super) struct Selector<'p> {
+struct Selector<'p> {
     planner: &'p Planner<'p>,
-    pub choices: Vec<Choices<'p>>,
+    choices: Vec<Choices<'p>>,
+    /// The domain of each layer.
+    domains: &'p [u32],
     /// For each domain its layers.
     layers: Vec<Vec<usize>>,
     /// For weights met before, each domain's fronts.
     fronts: Vec<(Weights, Vec<Fronts>)>,
-    /// Seconds of what the plan is made for, by steps of the window, as far as they were needed.
-    with_disk: Vec<f64>,
+    /// Seconds of both regimes as far as the plan is made for them, by steps of the window, as far as they were needed.
+    with_disk: Vec<[f64; 2]>,
 }
 
 impl<'p> Selector<'p> {
-    pub fn new(planner: &'p Planner<'p>) -> Selector<'p> {
+    fn new(planner: &'p Planner<'p>, domains: &'p [u32]) -> Selector<'p> {
         let choices = planner.choices();
-        let of = |domain| (0..choices.len()).filter(|&layer| planner.domains[layer] == domain).collect();
-        let layers = (0..planner.request.domains).map(of).collect();
-        Selector { planner, choices, layers, fronts: Vec::new(), with_disk: Vec::new() }
+        let of = |domain| (0..choices.len()).filter(|&layer| domains[layer] == domain).collect();
+        let layers = (0..n_domains(domains)).map(of).collect();
+        Selector { planner, choices, domains, layers, fronts: Vec::new(), with_disk: Vec::new() }
+    }
+
+    /// Bytes of the fullest domain with these states.
+    fn fullest(&self, state: fn(&Choices<'p>) -> State) -> u64 {
+        let bytes = |layer: &usize| self.choices[*layer].bytes_of(state(&self.choices[*layer]));
+        self.layers.iter().map(|layers| layers.iter().map(bytes).sum()).max().unwrap_or(0)
     }
 
     /// The states for a budget: within all of it, or what of it leaves the model's own weights in memory.
-    pub fn select(&mut self, budget: u64) -> Selected {
+    fn select(&mut self, budget: u64) -> Selected<'p> {
         let usable = self.usable(budget);
         self.select_within(usable)
     }
 
     /// A regime counts if the whole budget, given to it alone, makes it enough faster. With more budget a regime may
     /// begin to count; none ever ceases to.
-    fn select_within(&mut self, budget: u64) -> Selected {
+    fn select_within(&mut self, budget: u64) -> Selected<'p> {
         let asked = weights_of(self.planner.request.objective);
         let decode = Weights { decode: asked.decode, ..Weights::NONE };
         let prefill = Weights { prefill: asked.prefill, ..Weights::NONE };
@@ -57,7 +111,7 @@ impl<'p> Selector<'p> {
             hits: asked.hits,
         };
         let (states, exact) = self.best(weights, budget);
-        Selected { weights, states, usable: budget, exact }
+        Selected { weights, states, usable: budget, domains: self.domains, exact }
     }
 
     /// Whether a regime that has the budget to itself gains enough.
@@ -75,9 +129,9 @@ impl<'p> Selector<'p> {
 
     /// Whether a regime gains enough with these states.
     fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
-        let Planner { request, cases, domains, .. } = self.planner;
-        let hot = best_hot(request, &cases[1], &self.choices, domains, states, regime, weights);
-        let base = hots(&self.choices, domains, |choice| choice.base().n_items(), states);
+        let Planner { request, cases, .. } = self.planner;
+        let hot = best_hot(request, &cases[1], &self.choices, self.domains, states, regime, weights);
+        let base = hots(&self.choices, self.domains, |choice| choice.base().n_items(), states);
         let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
         seconds(&base) >= MIN_GAIN * seconds(&hot)
     }
@@ -94,7 +148,7 @@ impl<'p> Selector<'p> {
     }
 
     /// The share of what is saved that any other choice could save more, at most; 0 for the best.
-    pub fn gap(&mut self, selected: &Selected) -> f64 {
+    fn gap(&mut self, selected: &Selected<'p>) -> f64 {
         let weights = selected.weights;
         if selected.exact {
             return 0.0;
@@ -152,7 +206,7 @@ impl<'p> Selector<'p> {
     fn usable(&mut self, budget: u64) -> u64 {
         let Planner { request, .. } = self.planner;
         let asked = request.objective == Objective::Hits || !request.force_hot.is_empty();
-        let all = budget.saturating_mul(u64::from(request.domains)).min(self.all_bytes());
+        let all = budget.saturating_mul(self.layers.len() as u64).min(self.all_bytes());
         let needed = self.account(all).total_bytes.saturating_add(paging::KEPT_FREE);
         if asked || needed <= self.account(all).ram_bytes {
             return budget;
@@ -164,8 +218,12 @@ impl<'p> Selector<'p> {
             let seconds = self.seconds_with_disk(&selected);
             self.with_disk.push(seconds);
         }
+        // One regime must not pay for the other: none may be slower than with nothing resident.
+        let cold = self.with_disk[0];
         let tried = self.with_disk.iter().take(steps + 1).enumerate();
-        let best = tried.min_by(|a, b| a.1.total_cmp(b.1).then(a.0.cmp(&b.0)));
+        let tried = tried.filter(|(_, now)| now.iter().zip(&cold).all(|(now, cold)| now <= cold));
+        let best =
+            tried.min_by(|a, b| a.1.iter().sum::<f64>().total_cmp(&b.1.iter().sum()).then(a.0.cmp(&b.0)));
         best.map_or(budget, |(steps, _)| steps as u64 * step)
     }
 
@@ -176,22 +234,29 @@ impl<'p> Selector<'p> {
         memory(request, bytes, if bytes > 0 { scratch } else { 0 })
     }
 
-    /// Seconds of what the plan is made for, what is read from disk included.
-    fn seconds_with_disk(&self, selected: &Selected) -> f64 {
-        let Planner { request, cases, domains, .. } = self.planner;
-        let Selected { states, weights, .. } = selected;
+    /// Seconds of both regimes as far as the plan is made for them, what is read from disk included.
+    fn seconds_with_disk(&self, selected: &Selected<'p>) -> [f64; 2] {
+        let Planner { request, cases, .. } = self.planner;
+        let Selected { states, weights, domains, .. } = selected;
         let (likely, asked) = (&cases[1], weights_of(request.objective));
         let account = self.account(self.bytes(states));
         let paging = Paging::beside(&account, account.npu_bytes + account.scratch_bytes);
         let seconds = |(regime, weight): (Regime, f64)| {
+            if weight <= 0.0 {
+                return 0.0;
+            }
             let hot = best_hot(request, likely, &self.choices, domains, states, regime, *weights);
             let tokens = if regime == Regime::Decode { 1 } else { PROMPT_TOKENS };
             let read = paging.bytes(request, likely, &hot, tokens);
             weight * (regime_seconds(request, likely, regime, &hot) + read / likely.disk_bytes)
         };
-        let regimes = [(Regime::Decode, asked.decode), (Regime::Prefill, asked.prefill)];
-        regimes.into_iter().filter(|(_, weight)| *weight > 0.0).map(seconds).sum()
+        [(Regime::Decode, asked.decode), (Regime::Prefill, asked.prefill)].map(seconds)
     }
+}
+
+/// How many domains there are.
+pub(super) fn n_domains(domains: &[u32]) -> u32 {
+    domains.iter().max().map_or(1, |last| last + 1)
 }
 
 /// What counts for an objective.
@@ -253,8 +318,9 @@ pub(super) fn best_hot(
     };
     // The first of equals: nothing, rather than what gains nothing.
     let mut candidates = vec![base.clone(), best.clone()];
-    if request.domains > 1 {
-        candidates.extend((0..request.domains).map(single));
+    let n_domains = n_domains(domains);
+    if n_domains > 1 {
+        candidates.extend((0..n_domains).map(single));
     }
     let seconds = |hot: &[Hot]| regime_seconds(request, likely, regime, hot);
     candidates.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(base)

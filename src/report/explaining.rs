@@ -17,12 +17,20 @@ pub struct PlanDocument<'a> {
     pub sweep: Vec<SweepPoint>,
     /// Of `--report`: where each layer's time goes.
     pub times: Vec<LayerTime>,
+    /// What the speeds rest on.
+    pub assumptions: Vec<String>,
 }
 
 impl<'a> PlanDocument<'a> {
     /// A plan and nothing beside it.
     pub fn of(plan: &'a Plan) -> PlanDocument<'a> {
-        PlanDocument { plan, explanations: Vec::new(), sweep: Vec::new(), times: Vec::new() }
+        PlanDocument {
+            plan,
+            explanations: Vec::new(),
+            sweep: Vec::new(),
+            times: Vec::new(),
+            assumptions: Vec::new(),
+        }
     }
 }
 
@@ -34,6 +42,9 @@ impl Serialize for PlanDocument<'_> {
             ($($field:ident)*) => { $(map.serialize_entry(stringify!($field), &self.plan.$field)?;)* };
         }
         entries! { schema verdict forecasts notes profile statistics architecture objective budget_bytes window_bytes n_domains footprint hit_rates memory gap cuts layers chunks }
+        if !self.assumptions.is_empty() {
+            map.serialize_entry("assumptions", &self.assumptions)?;
+        }
         if !self.explanations.is_empty() {
             map.serialize_entry("explanations", &self.explanations)?;
         }
@@ -50,6 +61,9 @@ impl Serialize for PlanDocument<'_> {
 /// The plan for people, then what was asked beside it; `source` says where its routing comes from.
 pub fn planned(document: &PlanDocument<'_>, source: &str) -> String {
     let mut text = super::plan(document.plan, source);
+    if !document.assumptions.is_empty() {
+        text += &format!("\nspeeds rest on: {}\n", document.assumptions.join("; "));
+    }
     for explanation in &document.explanations {
         text += &explained(document.plan, explanation);
     }

@@ -107,8 +107,8 @@ impl Modelled {
             let Some(matrices) = shape.experts.get(expert.index()) else { continue };
             for &projection in projections {
                 let matrix = &matrices[projection];
-                let macs = matrix.n_weights() as f64 * f64::from(*rows);
-                load = load.plus(self.rates.cpu(matrix.bytes as f64, macs));
+                let (bytes, n_weights) = (matrix.bytes as f64, matrix.n_weights() as f64);
+                load = load.plus(self.rates.cpu_matrix(matrix.dtype, bytes, n_weights, f64::from(*rows)));
             }
         }
         load

@@ -79,6 +79,11 @@ dtypes! {
 }
 
 impl Dtype {
+    /// Whether weights of it are floats themselves, nothing that must be unpacked.
+    pub fn is_float(self) -> bool {
+        matches!(self, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+    }
+
     /// Bytes of a row of `n_in` weights; `None` when `n_in` is no whole number of blocks or the product overflows.
     pub fn row_bytes(self, n_in: u64) -> Option<u64> {
         let block = self.block_len() as u64;

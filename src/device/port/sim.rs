@@ -101,7 +101,7 @@ impl Sim {
         let (memory, latency) = (&profile.memory, &profile.latency_us);
         Sim {
             memory: Memory::new(
-                memory.domains.value,
+                profile.domains(),
                 memory.domain_bytes.value,
                 memory.domain_ceiling_bytes.value,
                 memory.ram_bytes.value,
@@ -109,7 +109,7 @@ impl Sim {
             n_cores: profile.cores.count.value,
             tasks_per_submit: profile.cores.tasks_per_submit.value,
             rates: Rates {
-                bytes_per_us: profile.rates.npu_bytes_per_s.value / 1e6,
+                bytes_per_us: profile.rates.npu_bytes_per_s.value * profile.memory_share() / 1e6,
                 macs_per_us: profile.rates.npu_macs_per_s.value / 1e6,
                 submit_us: latency.submit.value,
                 program_us: latency.program.value,
