@@ -14,6 +14,7 @@ use orkpack::model::{Model, State, Wanted, forward};
 use orkpack::tensor::{Dtype, TensorSource};
 use orkpack::tokenizer::{Special, Tokenizer};
 
+use crate::support::fixture;
 use crate::support::gguf_builder::{GgufBuilder, MoeSpec, text, tiny_moe};
 use crate::support::memory_source::MemorySource;
 use crate::support::models::{folder, model_in};
@@ -170,10 +171,9 @@ fn a_bad_line_of_prompts_is_named_and_nothing_is_written() {
 #[test]
 fn case_d7_too_short_a_text_is_a_warning_with_numbers() {
     let folder = folder();
-    model_in(folder.path(), &tiny_moe(&MoeSpec { n_expert: 64, ..MoeSpec::default() }));
-    fs::write(folder.path().join("short.txt"), "one two").unwrap();
-    let long: String = (0..4000).map(|i| format!("{} ", i * i % 977)).collect();
-    fs::write(folder.path().join("long.txt"), long).unwrap();
+    fs::copy(fixture("models/tiny-moe-q4_k_m.gguf"), folder.path().join("model.gguf")).unwrap();
+    fs::copy(fixture("corpora/mixed.txt"), folder.path().join("long.txt")).unwrap();
+    fs::write(folder.path().join("short.txt"), "one").unwrap();
     let calibrate = |prompts: &str| {
         let words = ["calibrate", "model.gguf", "--prompts", prompts, "-o", "routing.json", "--force"];
         let (code, out, said) = orkpack(folder.path(), &words);
