@@ -102,7 +102,7 @@ pub struct Choice {
     /// NPU memory for weights in one domain, like 1.2GiB; default: what the profile leaves
     #[arg(long, value_name = "SIZE")]
     pub budget: Option<Bytes>,
-    /// IOMMU domains to use, whole layers in each, the budget in each
+    /// IOMMU domains that may be used, whole layers in each, the budget in each
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     pub domains: u32,
     /// Device profile: a built-in name or a JSON file
