@@ -85,11 +85,12 @@ impl<'a> Choices<'a> {
     }
 
     /// Calls per token that a state serves, mean of the three projections, beyond what the user demands. Among equals
-    /// whole experts: both phases then begin with the same submission.
+    /// whole experts: fewer calls are then split between the two sides.
     fn hits(&self, State { gate_up, down }: State) -> f64 {
-        let served = |n: usize, base: usize| self.served[n] - self.served[base];
-        let (gate_up, down) = (served(gate_up, self.base.gate_up), served(down, self.base.down));
-        (2.0 * gate_up + (1.0 + 1e-9) * down) / 3.0
+        let of = |gate_up: usize, down: usize| {
+            (2.0 * self.served[gate_up] + self.served[down]) / 3.0 + 1e-9 * self.served[gate_up.min(down)]
+        };
+        of(gate_up, down) - of(self.base.gate_up, self.base.down)
     }
 
     /// What must be resident: the experts that the user named.

@@ -17,7 +17,7 @@ pub struct PlanDocument<'a> {
     pub sweep: Vec<SweepPoint>,
     /// Of `--report`: where each layer's time goes.
     pub times: Vec<LayerTime>,
-    /// What the speeds rest on.
+    /// What the speeds rest on, for people.
     pub assumptions: Vec<String>,
 }
 
@@ -42,9 +42,6 @@ impl Serialize for PlanDocument<'_> {
             ($($field:ident)*) => { $(map.serialize_entry(stringify!($field), &self.plan.$field)?;)* };
         }
         entries! { schema verdict forecasts notes profile statistics architecture objective budget_bytes window_bytes n_domains footprint hit_rates memory gap cuts layers chunks }
-        if !self.assumptions.is_empty() {
-            map.serialize_entry("assumptions", &self.assumptions)?;
-        }
         if !self.explanations.is_empty() {
             map.serialize_entry("explanations", &self.explanations)?;
         }

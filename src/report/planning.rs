@@ -97,7 +97,11 @@ fn residency(plan: &Plan) -> String {
             }
             _ => format!("{hot} experts hot, {:.1} % of calls", 100.0 * cut.hit_rate),
         };
-        let _ = writeln!(text, "{regime} (from {}): {what}", super::counted(cut.from_tokens.into(), "token", "tokens"));
+        let _ = writeln!(
+            text,
+            "{regime} (from {}): {what}",
+            super::counted(cut.from_tokens.into(), "token", "tokens")
+        );
     }
     let memory = &plan.memory;
     let state = match memory.state_bytes {
