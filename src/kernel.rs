@@ -9,21 +9,21 @@
 //! Every path computes **the same bits** (of a NaN only that it is one): `naive`, the oracle, written from the
 //! definitions; `portable`; and the SIMD ones. So a result depends neither on the machine, nor on the number of
 //! rows in a call, nor on how outputs are dealt to threads. To make that possible the order of the float
-//! operations is fixed, and is one that 8 lanes of SIMD compute naturally. All lanes start at 0, and `fma`
-//! rounds once:
+//! operations is fixed. A block is one exact integer sum, so that a path may take its weights in any order and
+//! sixteen outputs side by side; what is rounded is rounded once a block. All lanes start at 0, and `fma` rounds
+//! once:
 //!
 //! - **floats** (F32, F16, BF16 weights; [`Form::F32`]): both rows are padded with zeros to a multiple of 16;
 //!   `lane[i % 16] = fma(w[i], x[i], lane[i % 16])`, in order of `i`.
 //! - **blocks of 32** (Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4; [`Form::Q8x32`]): with signed codes w of block b and their scale dw,
-//!   `dot[l] = Σ w[4l+j]·x[4l+j]` for j = 0…3 in integers, and
-//!   `lane[8·(b % 2) + l] = fma(dw·dx, dot[l], lane[8·(b % 2) + l])`, in order of b.
+//!   `dot = Σ w[i]·x[i]` in integers, and `lane[b % 8] = fma(dw·dx, dot, lane[b % 8])`, in order of b.
 //! - **blocks of 256** (Q2_K to Q6_K, IQ4_XS; [`Form::Q8x256`]): with the 8-bit scale s of each 16 weights,
-//!   `dot[l] = Σ_c s[2c + l/4] · Σ_j w[32c+4l+j]·x[32c+4l+j]` for c = 0…7 in integers, and
-//!   `lane[l] = fma(dw·dx, dot[l], lane[l])`; types with minimums then subtract them with the sums t of each
-//!   16 activations, `lane[l] = fma(−(dmin·dx), m[2l]·t[2l] + m[2l+1]·t[2l+1], lane[l])`. Lanes 8 to 15 stay 0.
+//!   `dot = Σ s[i/16]·w[i]·x[i]` in integers, and `high = fma(dw·dx, dot, high)`, in order of b; for types with
+//!   minimums m, with the sums t of each 16 activations, `low = fma(dmin·dx, Σ m[g]·t[g], low)` as well. The
+//!   result is `high − low`.
 //!
-//! The result is the sum of the 16 lanes, halves folded onto each other: `lane[l] += lane[l + 8]` for l < 8,
-//! then 4, 2, 1.
+//! Where there are lanes the result is their sum, halves folded onto each other: `lane[l] += lane[l + 8]` for
+//! l < 8, then 4, 2, 1.
 
 mod activations;
 mod naive;
@@ -50,11 +50,13 @@ pub enum Path {
     Portable,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// x86-64 with AVX-512 and its byte dot product (VNNI).
+    Avx512,
 }
 
 impl Path {
     /// Every path, the plainest first.
-    pub const ALL: [Path; 3] = [Path::Naive, Path::Portable, Path::Avx2];
+    pub const ALL: [Path; 4] = [Path::Naive, Path::Portable, Path::Avx2, Path::Avx512];
 }
 
 /// An implementation that this machine can run.
@@ -68,12 +70,15 @@ enum Chosen {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2(x86_64::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(x86_64::Avx512),
 }
 
 impl Kernel {
     /// The fastest path of this machine.
     pub fn detect() -> Kernel {
-        Kernel::with_path(Path::Avx2).unwrap_or(Kernel(Chosen::Portable))
+        let fastest = Path::ALL.into_iter().rev().find_map(Kernel::with_path);
+        fastest.unwrap_or(Kernel(Chosen::Portable))
     }
 
     /// This path; `None` where the machine lacks it.
@@ -83,8 +88,10 @@ impl Kernel {
             Path::Portable => Some(Kernel(Chosen::Portable)),
             #[cfg(target_arch = "x86_64")]
             Path::Avx2 => Some(Kernel(Chosen::Avx2(x86_64::Avx2::detect()?))),
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => Some(Kernel(Chosen::Avx512(x86_64::Avx512::detect()?))),
             #[cfg(not(target_arch = "x86_64"))]
-            Path::Avx2 => None,
+            Path::Avx2 | Path::Avx512 => None,
         }
     }
 
@@ -95,6 +102,8 @@ impl Kernel {
             Chosen::Portable => Path::Portable,
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(_) => Path::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Chosen::Avx512(_) => Path::Avx512,
         }
     }
 
@@ -146,6 +155,8 @@ impl Kernel {
             Chosen::Portable => portable::multiply(weight, o_range, acts, rows, to),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => cpu.multiply(weight, o_range, acts, rows, to),
+            #[cfg(target_arch = "x86_64")]
+            Chosen::Avx512(cpu) => cpu.multiply(weight, o_range, acts, rows, to),
         }
     }
 
@@ -196,6 +207,8 @@ impl Kernel {
             Chosen::Portable => tiles::drive(portable::Strips, tiles, rows, out),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => cpu.int8_tiles(tiles, rows, out),
+            #[cfg(target_arch = "x86_64")]
+            Chosen::Avx512(cpu) => cpu.avx2().int8_tiles(tiles, rows, out),
         }
     }
 }

@@ -14,7 +14,7 @@ pub enum Form {
     /// f32 as given, rows padded with zeros to a multiple of 16.
     #[default]
     F32,
-    /// int8 with one f32 scale per 32.
+    /// int8 with one f32 scale per 32, and the sum of each 16 codes.
     Q8x32,
     /// int8 with one f32 scale per 256, and the sum of each 16 codes.
     Q8x256,
@@ -56,7 +56,7 @@ pub struct Activations {
     codes: Vec<i8>,
     /// `[m, n_in / block_len]`, the integer forms.
     scales: Vec<f32>,
-    /// `[m, n_in / 16]`, form Q8x256 only.
+    /// `[m, n_in / 16]`, the integer forms: what a path that multiplies shifted codes takes off again.
     sums: Vec<i16>,
 }
 
@@ -181,7 +181,7 @@ impl Widths {
     fn new(form: Form, n_in: usize) -> Widths {
         match form {
             Form::F32 => Widths { values: n_in.next_multiple_of(16), codes: 0, scales: 0, sums: 0 },
-            Form::Q8x32 => Widths { values: 0, codes: n_in, scales: n_in / 32, sums: 0 },
+            Form::Q8x32 => Widths { values: 0, codes: n_in, scales: n_in / 32, sums: n_in / 16 },
             Form::Q8x256 => Widths { values: 0, codes: n_in, scales: n_in / 256, sums: n_in / 16 },
         }
     }
@@ -227,6 +227,10 @@ fn quantize_row(kernel: Kernel, form: Form, values: &[f32], codes: &mut [i8], sc
         (Chosen::Avx2(cpu), Form::Q8x256) => cpu.quantize::<256>(values, codes, scales),
         #[cfg(target_arch = "x86_64")]
         (Chosen::Avx2(cpu), _) => cpu.quantize::<32>(values, codes, scales),
+        #[cfg(target_arch = "x86_64")]
+        (Chosen::Avx512(cpu), Form::Q8x256) => cpu.avx2().quantize::<256>(values, codes, scales),
+        #[cfg(target_arch = "x86_64")]
+        (Chosen::Avx512(cpu), _) => cpu.avx2().quantize::<32>(values, codes, scales),
         (Chosen::Portable, Form::Q8x256) => quantize_blocks::<256>(values, codes, scales),
         (Chosen::Portable, _) => quantize_blocks::<32>(values, codes, scales),
     }

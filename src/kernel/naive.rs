@@ -17,25 +17,24 @@ pub(super) struct Dot(pub(super) Dtype);
 
 impl RowDot for Dot {
     fn dot<const A: usize>(self, weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
-        acts.map(|act| {
-            let lanes = match self.0 {
-                Dtype::F32 | Dtype::F16 | Dtype::BF16 => floats(self.0, weights, act),
-                Dtype::Q8_0 | Dtype::Q4_0 | Dtype::Q5_0 | Dtype::IQ4_NL | Dtype::MXFP4 => {
-                    blocks_of_32(self.0, weights, act)
-                }
-                _ => blocks_of_256(self.0, weights, act),
-            };
-            sum(lanes)
+        acts.map(|act| match self.0 {
+            Dtype::F32 | Dtype::F16 | Dtype::BF16 => sum(floats(self.0, weights, act)),
+            Dtype::Q8_0 | Dtype::Q4_0 | Dtype::Q5_0 | Dtype::IQ4_NL | Dtype::MXFP4 => {
+                sum(blocks_of_32(self.0, weights, act))
+            }
+            _ => blocks_of_256(self.0, weights, act),
         })
     }
 }
 
 /// Halves folded onto each other until one lane is left.
-fn sum(mut lanes: [f32; 16]) -> f32 {
-    for half in [8, 4, 2, 1] {
+fn sum<const N: usize>(mut lanes: [f32; N]) -> f32 {
+    let mut half = N / 2;
+    while half > 0 {
         for l in 0..half {
             lanes[l] += lanes[l + half];
         }
+        half /= 2;
     }
     lanes[0]
 }
@@ -55,23 +54,18 @@ fn floats(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
     lanes
 }
 
-fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
-    let mut lanes = [0f32; 16];
+fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 8] {
+    let mut lanes = [0f32; 8];
     for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
         let d = if dtype == Dtype::MXFP4 { (f32::from(block[0]) - 128.0).exp2() } else { half(block, 0) };
-        let scale = d * act.scales[b];
-        for l in 0..8 {
-            let dot: i32 =
-                (4 * l..4 * l + 4).map(|i| code(dtype, block, i) * i32::from(act.codes[32 * b + i])).sum();
-            let lane = &mut lanes[8 * (b % 2) + l];
-            *lane = scale.mul_add(dot as f32, *lane);
-        }
+        let dot: i32 = (0..32).map(|i| code(dtype, block, i) * i32::from(act.codes[32 * b + i])).sum();
+        lanes[b % 8] = (d * act.scales[b]).mul_add(dot as f32, lanes[b % 8]);
     }
     lanes
 }
 
-fn blocks_of_256(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
-    let mut lanes = [0f32; 16];
+fn blocks_of_256(dtype: Dtype, weights: &[u8], act: Row<'_>) -> f32 {
+    let (mut high, mut low) = (0f32, 0f32);
     for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
         let (at_d, at_dmin) = match dtype {
             Dtype::Q6_K => (208, None),
@@ -81,20 +75,16 @@ fn blocks_of_256(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
             _ => (0, Some(2)),
         };
         let groups: [_; 16] = array::from_fn(|g| scale_and_minimum(dtype, block, g));
-        for (l, lane) in lanes.iter_mut().take(8).enumerate() {
-            let dot: i32 = (0..8)
-                .flat_map(|c| (0..4).map(move |j| 32 * c + 4 * l + j))
-                .map(|i| groups[i / 16].0 * code(dtype, block, i) * i32::from(act.codes[256 * b + i]))
-                .sum();
-            *lane = (half(block, at_d) * act.scales[b]).mul_add(dot as f32, *lane);
-            if let Some(at_dmin) = at_dmin {
-                let low: i32 =
-                    (2 * l..2 * l + 2).map(|g| groups[g].1 * i32::from(act.sums[16 * b + g])).sum();
-                *lane = (-(half(block, at_dmin) * act.scales[b])).mul_add(low as f32, *lane);
-            }
+        let dot: i32 = (0..256)
+            .map(|i| groups[i / 16].0 * code(dtype, block, i) * i32::from(act.codes[256 * b + i]))
+            .sum();
+        high = (half(block, at_d) * act.scales[b]).mul_add(dot as f32, high);
+        if let Some(at_dmin) = at_dmin {
+            let sum: i32 = (0..16).map(|g| groups[g].1 * i32::from(act.sums[16 * b + g])).sum();
+            low = (half(block, at_dmin) * act.scales[b]).mul_add(sum as f32, low);
         }
     }
-    lanes
+    high - low
 }
 
 fn half(block: &[u8], at: usize) -> f32 {

@@ -75,15 +75,15 @@ struct Blocks32<const BYTES: usize, D: Fn(&[u8; BYTES]) -> (f32, [i8; 32])>(D);
 
 impl<const BYTES: usize, D: Fn(&[u8; BYTES]) -> (f32, [i8; 32]) + Copy> RowDot for Blocks32<BYTES, D> {
     fn dot<const A: usize>(self, weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
-        let mut lanes = [[[0f32; 8]; 2]; A];
+        let mut lanes = [[0f32; 8]; A];
         for (b, block) in weights.as_chunks().0.iter().enumerate() {
             let (d, codes) = self.0(block);
             for (lanes, act) in lanes.iter_mut().zip(acts) {
-                let dots = dot_fours(&codes, &act.codes.as_chunks().0[b]);
-                add(&mut lanes[b % 2], d * act.scales[b], dots);
+                let dot = total(dot_fours(&codes, &act.codes.as_chunks().0[b]));
+                lanes[b % 8] = (d * act.scales[b]).mul_add(dot as f32, lanes[b % 8]);
             }
         }
-        lanes.map(sum)
+        lanes.map(fold)
     }
 }
 
@@ -93,10 +93,10 @@ struct Blocks256<const BYTES: usize, D: Fn(&[u8; BYTES]) -> Block256>(D);
 
 impl<const BYTES: usize, D: Fn(&[u8; BYTES]) -> Block256 + Copy> RowDot for Blocks256<BYTES, D> {
     fn dot<const A: usize>(self, weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
-        let mut lanes = [[[0f32; 8]; 2]; A];
+        let (mut high, mut low) = ([0f32; A], [0f32; A]);
         for (b, block) in weights.as_chunks().0.iter().enumerate() {
             let w = self.0(block);
-            for (lanes, act) in lanes.iter_mut().zip(acts) {
+            for (a, act) in acts.iter().enumerate() {
                 let codes = &act.codes.as_chunks::<32>().0[8 * b..8 * b + 8];
                 let mut dots = [0i32; 8];
                 for (c, (w_codes, x_codes)) in w.codes.iter().zip(codes).enumerate() {
@@ -106,16 +106,16 @@ impl<const BYTES: usize, D: Fn(&[u8; BYTES]) -> Block256 + Copy> RowDot for Bloc
                         dots[l] = dots[l].wrapping_add(fours[l].wrapping_mul(scale));
                     }
                 }
-                add(&mut lanes[0], w.d * act.scales[b], dots);
+                high[a] = (w.d * act.scales[b]).mul_add(total(dots) as f32, high[a]);
                 if let Some((dmin, minimums)) = w.minimums {
                     let sums = &act.sums.as_chunks::<16>().0[b];
-                    let product = |g: usize| i32::from(minimums[g]) * i32::from(sums[g]);
-                    let lows = array::from_fn(|l| product(2 * l) + product(2 * l + 1));
-                    add(&mut lanes[0], -(dmin * act.scales[b]), lows);
+                    let products = minimums.iter().zip(sums).map(|(&m, &t)| i32::from(m) * i32::from(t));
+                    let sum = products.fold(0i32, i32::wrapping_add);
+                    low[a] = (dmin * act.scales[b]).mul_add(sum as f32, low[a]);
                 }
             }
         }
-        lanes.map(sum)
+        array::from_fn(|a| high[a] - low[a])
     }
 }
 
@@ -128,17 +128,19 @@ fn dot_fours(w: &[i8; 32], x: &[i8; 32]) -> [i32; 8] {
     })
 }
 
-/// `lanes += scale * dots`, rounded once.
+/// The sum of eight integers.
 #[inline(always)]
-fn add(lanes: &mut [f32; 8], scale: f32, dots: [i32; 8]) {
-    for (lane, dot) in lanes.iter_mut().zip(dots) {
-        *lane = scale.mul_add(dot as f32, *lane);
-    }
+fn total(dots: [i32; 8]) -> i32 {
+    dots.iter().fold(0, |sum, &dot| sum.wrapping_add(dot))
 }
 
 /// The sum of 16 lanes, halves folded onto each other.
 fn sum(lanes: [[f32; 8]; 2]) -> f32 {
-    let l: [f32; 8] = array::from_fn(|i| lanes[0][i] + lanes[1][i]);
+    fold(array::from_fn(|i| lanes[0][i] + lanes[1][i]))
+}
+
+/// The sum of 8 lanes, halves folded onto each other.
+fn fold(l: [f32; 8]) -> f32 {
     ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 

@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+mod avx512;
 mod floats;
 mod large;
 mod small;
@@ -14,6 +15,8 @@ mod tiles;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
+
+pub(super) use avx512::Avx512;
 
 use super::activations::{self, Activations, Row};
 use super::tiles::StripDot;
@@ -132,7 +135,7 @@ impl<const A: usize> Codes<A> {
     fn of(acts: &[Row<'_>; A], n: usize, len: usize) -> Codes<A> {
         for act in acts {
             assert!(act.codes.len() >= n * len && act.scales.len() >= n, "too few activations");
-            assert!(len < 256 || act.sums.len() >= n * 16, "too few sums");
+            assert!(act.sums.len() >= n * len / 16, "too few sums");
         }
         Codes {
             codes: acts.map(|act| act.codes.as_ptr()),
@@ -183,11 +186,20 @@ fn look_up(table: &[i8; 16], codes: __m256i) -> __m256i {
     _mm256_shuffle_epi8(_mm256_set_m128i(table, table), codes)
 }
 
-/// The half-precision number in two bytes, eight times.
+/// The half-precision number in two bytes.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn half(bytes: [u8; 2]) -> __m256 {
-    _mm256_cvtph_ps(_mm_set1_epi16(i16::from_le_bytes(bytes)))
+fn half(bytes: [u8; 2]) -> f32 {
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(u16::from_le_bytes(bytes).into())))
+}
+
+/// The sum of eight integers.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn total(lanes: __m256i) -> i32 {
+    let four = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256::<1>(lanes));
+    let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b1110>(four));
+    _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<1>(two)))
 }
 
 /// Sums of four neighbouring products of signed weights (`magnitude` = |w|) and activations.

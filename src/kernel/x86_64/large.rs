@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Codes, Row, add, half, halves, load16, load32, look_up, pair_sums, prefetch, sum};
+use super::{Codes, Row, half, halves, load16, load32, look_up, pair_sums, prefetch, total};
 use crate::blocks::iq4_nl::STEPS;
 use crate::kernel::portable::{six_bit_words, six_bits_iq4_xs, six_bits_q3_k};
 
@@ -28,12 +28,12 @@ pub(super) trait Block {
     unsafe fn codes(block: &[u8], part: usize) -> [__m256i; 4];
 }
 
-/// `w = d * scale * code − dmin * minimum`: d and −dmin in every lane; scales and minimums are 16 × i8, one per
-/// 16 weights.
+/// `w = d * scale * code − dmin * minimum`: scales and minimums, which come with dmin, are 16 × i8, one per 16
+/// weights.
 pub(super) struct Head {
-    d: __m256,
+    d: f32,
     scales: __m128i,
-    minimums: Option<(__m256, __m128i)>,
+    minimums: Option<(f32, __m128i)>,
 }
 
 pub(super) struct Q2K;
@@ -53,12 +53,11 @@ impl Block for Q2K {
         // SAFETY: the caller vouches for 84 bytes.
         let both = load16(unsafe { &*block.as_ptr().cast() });
         let low = _mm_set1_epi8(15);
-        let minus = _mm256_xor_ps(half([block[82], block[83]]), _mm256_set1_ps(-0.0));
         let minimums = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
         Head {
             d: half([block[80], block[81]]),
             scales: _mm_and_si128(both, low),
-            minimums: Some((minus, minimums)),
+            minimums: Some((half([block[82], block[83]]), minimums)),
         }
     }
 
@@ -204,14 +203,14 @@ fn head_with_minimums(block: &[u8]) -> Head {
     let mut packed = [0; 12];
     packed.copy_from_slice(&block[4..16]);
     let (scales, minimums) = six_bit_words(packed);
-    let minus = _mm256_xor_ps(half([block[2], block[3]]), _mm256_set1_ps(-0.0));
-    Head { d: half([block[0], block[1]]), scales: twice(scales), minimums: Some((minus, twice(minimums))) }
+    let dmin = half([block[2], block[3]]);
+    Head { d: half([block[0], block[1]]), scales: twice(scales), minimums: Some((dmin, twice(minimums))) }
 }
 
 /// Each of eight bytes twice in a row.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn twice(bytes: u64) -> __m128i {
+pub(super) fn twice(bytes: u64) -> __m128i {
     let bytes = _mm_cvtsi64_si128(bytes.cast_signed());
     _mm_unpacklo_epi8(bytes, bytes)
 }
@@ -256,8 +255,7 @@ fn bytes32(bytes: &[u8]) -> __m256i {
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn dot<T: Block, const A: usize>(weights: &[u8], acts: [Row<'_>; A]) -> [f32; A] {
     let acts = Codes::of(&acts, weights.len() / T::BYTES, 256);
-    let zero = _mm256_setzero_ps();
-    let mut lanes = [zero; A];
+    let (mut high, mut low) = ([0f32; A], [0f32; A]);
     for (b, block) in weights.chunks_exact(T::BYTES).enumerate() {
         // SAFETY: the chunk is one block.
         let head = unsafe { T::head(block) };
@@ -282,23 +280,19 @@ pub(super) fn dot<T: Block, const A: usize>(weights: &[u8], acts: [Row<'_>; A]) 
                 }
             }
         }
-        for (a, lanes) in lanes.iter_mut().enumerate() {
+        for a in 0..A {
             // SAFETY: the lengths have been held to the number of blocks.
-            let dx = _mm256_broadcast_ss(unsafe { &*acts.scales[a].add(b) });
-            *lanes = add(*lanes, _mm256_mul_ps(head.d, dx), dots[a]);
-            if let Some((minus, minimums)) = head.minimums {
+            let dx = unsafe { *acts.scales[a].add(b) };
+            high[a] = (head.d * dx).mul_add(total(dots[a]) as f32, high[a]);
+            if let Some((dmin, minimums)) = head.minimums {
                 // SAFETY: the lengths have been held to the number of blocks; no alignment is needed.
                 let sums = unsafe { _mm256_loadu_si256(acts.sums[a].add(16 * b).cast()) };
-                let lows = _mm256_madd_epi16(_mm256_cvtepi8_epi16(minimums), sums);
-                *lanes = add(*lanes, _mm256_mul_ps(minus, dx), lows);
+                let sum = total(_mm256_madd_epi16(_mm256_cvtepi8_epi16(minimums), sums));
+                low[a] = (dmin * dx).mul_add(sum as f32, low[a]);
             }
         }
     }
-    let mut out = [0.0; A];
-    for (out, lanes) in out.iter_mut().zip(lanes) {
-        *out = sum([lanes, zero]);
-    }
-    out
+    std::array::from_fn(|a| high[a] - low[a])
 }
 
 /// Scales `2c` and `2c + 1` as 16-bit numbers, eight of each: one per pair of weights.

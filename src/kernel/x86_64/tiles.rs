@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{load32, pair_sums, prefetch};
+use super::{load32, pair_sums, prefetch, total};
 
 /// `out[a][n] = Σ_k strip(n, k) · rows[a][k]`: block after block as they lie, the sums in the first cache.
 #[target_feature(enable = "avx2")]
@@ -28,17 +28,8 @@ pub(super) fn dot<const A: usize>(strip: &[i8], rows: [&[i8]; A]) -> [[i32; 32];
     let mut out = [[0; 32]; A];
     for (n, lanes) in lanes.iter().enumerate() {
         for (out, &lanes) in out.iter_mut().zip(lanes) {
-            out[n] = sum(lanes);
+            out[n] = total(lanes);
         }
     }
     out
-}
-
-/// The sum of eight integers.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn sum(lanes: __m256i) -> i32 {
-    let four = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256::<1>(lanes));
-    let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b1110>(four));
-    _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<1>(two)))
 }

@@ -1,0 +1,284 @@
+//! x86-64 with AVX-512 and its byte dot product: two loops for every integer type.
+//!
+//! Codes are read as numbers that are not negative, too large by the type's `OFFSET`; what that adds is taken off
+//! with the sums of the activations, in integers. With few activation rows weights are multiplied as they are
+//! decoded, four weight rows at a time. With many, sixteen weight rows are decoded once and turned, so that a
+//! register holds four weights of each, and every activation row passes by: no sum across lanes is left.
+
+mod large;
+mod small;
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::{Avx2, Codes};
+use crate::kernel::Output;
+use crate::kernel::activations::Activations;
+use crate::tensor::{Dtype, WeightView};
+use large::Large;
+use small::Small;
+
+/// A CPU that has AVX-512 (F, BW, DQ, VL) and VNNI, and what [`Avx2`] asks for.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::kernel) struct Avx512(Avx2);
+
+/// Weight rows that are turned together: the 32-bit lanes of a register.
+const TURNED: usize = 16;
+
+/// From how many activation rows on turning the weights pays.
+const MANY: usize = 8;
+
+impl Avx512 {
+    /// Asks the CPU.
+    pub(in crate::kernel) fn detect() -> Option<Avx512> {
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni");
+        Avx2::detect().filter(|_| has).map(Avx512)
+    }
+
+    /// The same CPU, by what older ones have too.
+    pub(in crate::kernel) fn avx2(self) -> Avx2 {
+        self.0
+    }
+
+    /// See [`crate::kernel::Kernel::multiply`].
+    pub(in crate::kernel) fn multiply(
+        self,
+        weight: WeightView<'_>,
+        o_range: Range<usize>,
+        acts: &Activations,
+        rows: &[u32],
+        to: Output<'_>,
+    ) {
+        match weight.dtype() {
+            Dtype::Q8_0 => self.run::<Small<small::Q8_0>>(weight, o_range, acts, rows, to),
+            Dtype::Q4_0 => self.run::<Small<small::Q4_0>>(weight, o_range, acts, rows, to),
+            Dtype::Q5_0 => self.run::<Small<small::Q5_0>>(weight, o_range, acts, rows, to),
+            Dtype::IQ4_NL => self.run::<Small<small::Iq4Nl>>(weight, o_range, acts, rows, to),
+            Dtype::MXFP4 => self.run::<Small<small::Mxfp4>>(weight, o_range, acts, rows, to),
+            Dtype::Q2_K => self.run::<Large<large::Q2K>>(weight, o_range, acts, rows, to),
+            Dtype::Q3_K => self.run::<Large<large::Q3K>>(weight, o_range, acts, rows, to),
+            Dtype::IQ4_XS => self.run::<Large<large::Iq4Xs>>(weight, o_range, acts, rows, to),
+            Dtype::Q4_K => self.run::<Large<large::Q4K>>(weight, o_range, acts, rows, to),
+            Dtype::Q5_K => self.run::<Large<large::Q5K>>(weight, o_range, acts, rows, to),
+            Dtype::Q6_K => self.run::<Large<large::Q6K>>(weight, o_range, acts, rows, to),
+            _ => self.0.multiply(weight, o_range, acts, rows, to),
+        }
+    }
+
+    /// One type: by fours of weight rows, or by sixteens that are turned.
+    fn run<L: Loops>(
+        self,
+        weight: WeightView<'_>,
+        o_range: Range<usize>,
+        acts: &Activations,
+        rows: &[u32],
+        mut to: Output<'_>,
+    ) {
+        let n_blocks = weight.row_bytes() / L::BYTES;
+        let mut walk = Walk { acts, rows, n_blocks, block_len: L::LEN, to: &mut to };
+        let mut turned = Vec::new();
+        let n_rows = if rows.len() < MANY { 4 } else { TURNED };
+        for first in o_range.clone().step_by(n_rows) {
+            let n = n_rows.min(o_range.end - first);
+            let at = first - o_range.start;
+            // The last row stands in for those that are not there.
+            let row = |r: usize| weight.row(first + r.min(n - 1)).as_ptr();
+            if rows.len() < MANY {
+                let rows = std::array::from_fn(row);
+                walk.all(at, n, &Few::<L> { _cpu: self, rows, n_blocks, of: PhantomData });
+            } else {
+                // SAFETY: `self` proves that the CPU has the features, and the rows are `n_blocks` long.
+                unsafe { L::turn(&std::array::from_fn(row), n_blocks, &mut turned) };
+                walk.all(at, n, &Many::<L> { _cpu: self, turned: &turned });
+            }
+        }
+    }
+}
+
+/// What is done for a kind of block. Every function needs the CPU to be an [`Avx512`].
+trait Loops {
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// Weights of a block.
+    const LEN: usize;
+    /// Sixteen blocks, turned.
+    type Turned;
+
+    /// Four weight rows of `n_blocks` times `A` activation rows.
+    ///
+    /// # Safety
+    ///
+    /// The rows and the activations are that long.
+    unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A];
+
+    /// Decodes sixteen weight rows of `n_blocks` into `turned`, in place of what it holds.
+    ///
+    /// # Safety
+    ///
+    /// The rows are that long.
+    unsafe fn turn(rows: &[*const u8; TURNED], n_blocks: usize, turned: &mut Vec<Self::Turned>);
+
+    /// Sixteen weight rows, turned, times `A` activation rows.
+    ///
+    /// # Safety
+    ///
+    /// The activations have as many blocks.
+    unsafe fn many<const A: usize>(turned: &[Self::Turned], acts: &Codes<A>) -> [[f32; TURNED]; A];
+}
+
+/// `R` weight rows that are ready to be multiplied.
+trait Tile<const R: usize> {
+    /// Times `A` activation rows, which have as many blocks.
+    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; R]; A];
+}
+
+struct Few<L> {
+    _cpu: Avx512,
+    rows: [*const u8; 4],
+    n_blocks: usize,
+    of: PhantomData<L>,
+}
+
+impl<L: Loops> Tile<4> for Few<L> {
+    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; 4]; A] {
+        // SAFETY: `_cpu` proves that the CPU has the features; all rows have `n_blocks`.
+        unsafe { L::few(&self.rows, self.n_blocks, acts) }
+    }
+}
+
+struct Many<'a, L: Loops> {
+    _cpu: Avx512,
+    turned: &'a [L::Turned],
+}
+
+impl<L: Loops> Tile<TURNED> for Many<'_, L> {
+    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; TURNED]; A] {
+        // SAFETY: `_cpu` proves that the CPU has the features; all rows have as many blocks.
+        unsafe { L::many(self.turned, acts) }
+    }
+}
+
+/// The activation rows that every tile is multiplied by, and where the sums go.
+struct Walk<'a, 'b> {
+    acts: &'a Activations,
+    rows: &'a [u32],
+    n_blocks: usize,
+    block_len: usize,
+    to: &'a mut Output<'b>,
+}
+
+impl Walk<'_, '_> {
+    /// All activation rows times a tile whose first `n` rows make the outputs `at` and on.
+    fn all<const R: usize>(&mut self, at: usize, n: usize, tile: &impl Tile<R>) {
+        let mut m = 0;
+        while m < self.rows.len() {
+            m += match self.rows.len() - m {
+                8.. => self.some::<R, 8>(at, n, m, tile),
+                4.. => self.some::<R, 4>(at, n, m, tile),
+                2.. => self.some::<R, 2>(at, n, m, tile),
+                _ => self.some::<R, 1>(at, n, m, tile),
+            };
+        }
+    }
+
+    /// `A` of them, the `m`-th and on; returns `A`.
+    fn some<const R: usize, const A: usize>(
+        &mut self,
+        at: usize,
+        n: usize,
+        m: usize,
+        tile: &impl Tile<R>,
+    ) -> usize {
+        let rows = std::array::from_fn(|a| self.acts.row(self.rows[m + a]));
+        let sums = tile.times::<A>(&Codes::of(&rows, self.n_blocks, self.block_len));
+        for (a, sums) in sums.iter().enumerate() {
+            let first = (m + a) * self.to.stride + self.to.first + at;
+            self.to.out[first..first + n].copy_from_slice(&sums[..n]);
+        }
+        A
+    }
+}
+
+/// 64 bytes from anywhere.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn load64<T>(bytes: *const T) -> __m512i {
+    // SAFETY: the caller vouches for 64 bytes; no alignment is needed.
+    unsafe { _mm512_loadu_si512(bytes.cast()) }
+}
+
+/// 32 bytes from anywhere, twice.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn twice32(bytes: *const u8) -> __m512i {
+    // SAFETY: the caller vouches for 32 bytes; no alignment is needed.
+    _mm512_broadcast_i64x4(unsafe { _mm256_loadu_si256(bytes.cast()) })
+}
+
+/// Sums of two neighbouring 32-bit lanes: in each quarter two of `x`, then two of `y`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn neighbours(x: __m512i, y: __m512i) -> __m512i {
+    let (x, y) = (_mm512_castsi512_ps(x), _mm512_castsi512_ps(y));
+    let even = _mm512_castps_si512(_mm512_shuffle_ps::<0b10_00_10_00>(x, y));
+    let odd = _mm512_castps_si512(_mm512_shuffle_ps::<0b11_01_11_01>(x, y));
+    _mm512_add_epi32(even, odd)
+}
+
+/// The sums of the quarters of four registers: lane r of quarter q is the sum of quarter q of `rows[r]`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn quarters(rows: [__m512i; 4]) -> __m512i {
+    neighbours(neighbours(rows[0], rows[1]), neighbours(rows[2], rows[3]))
+}
+
+/// Rows of 32-bit lanes to columns: lane r of `out[i]` is lane i of `rows[r]`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
+    let mut pairs = rows;
+    for i in 0..8 {
+        pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    let mut fours = pairs;
+    for i in 0..4 {
+        for half in 0..2 {
+            let (low, high) = (pairs[4 * i + half], pairs[4 * i + half + 2]);
+            fours[4 * i + 2 * half] = _mm512_unpacklo_epi64(low, high);
+            fours[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(low, high);
+        }
+    }
+    // `fours[4 i + j]` holds columns j, j + 4, j + 8, j + 12 of rows 4 i to 4 i + 3, a quarter each.
+    let mut out = rows;
+    for j in 0..4 {
+        let [a, b, c, d] = [fours[j], fours[4 + j], fours[8 + j], fours[12 + j]];
+        let (ab_low, ab_high) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+        let (cd_low, cd_high) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+        out[j] = _mm512_shuffle_i32x4::<0x88>(ab_low, cd_low);
+        out[j + 4] = _mm512_shuffle_i32x4::<0x88>(ab_high, cd_high);
+        out[j + 8] = _mm512_shuffle_i32x4::<0xdd>(ab_low, cd_low);
+        out[j + 12] = _mm512_shuffle_i32x4::<0xdd>(ab_high, cd_high);
+    }
+    out
+}
+
+/// Asks for the line that is `ahead` bytes after `bytes`, which need not be there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn prefetch(bytes: *const u8, ahead: usize) {
+    _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(ahead).cast());
+}
