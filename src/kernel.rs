@@ -29,6 +29,7 @@ mod activations;
 mod naive;
 mod portable;
 mod tiles;
+mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
@@ -36,6 +37,7 @@ use std::ops::Range;
 
 use activations::Row;
 pub use activations::{ActivationRows, Activations, Form};
+pub use wide::exp;
 
 use crate::blocks::{self, BlockError};
 use crate::tensor::{Dtype, MatrixView, WeightView};

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Weight;
+use crate::kernel::exp;
 use crate::tensor::Projection;
 use crate::units::ExpertId;
 
@@ -71,6 +72,7 @@ impl ExpertBank {
     /// Turns the outputs `cols` of the gate projection, `gate`, and those of up into the inputs of down, in `gate`.
     ///
     /// Biases are added here: the projections' outputs come as the matrices gave them.
+    #[inline(always)]
     pub fn activate(&self, expert: ExpertId, cols: Range<usize>, gate: &mut [f32], up: &[f32]) {
         match &self.biases {
             None => self.activation.apply(gate.iter_mut().zip(up.iter().copied())),
@@ -100,17 +102,19 @@ fn row(list: &[f32], expert: ExpertId, width: usize, cols: Range<usize>) -> &[f3
 }
 
 impl Activation {
+    #[inline(always)]
     fn apply<'a>(self, pairs: impl Iterator<Item = (&'a mut f32, f32)>) {
         match self {
             Activation::SwiGlu => pairs.for_each(|(gate, up)| *gate = silu(*gate) * up),
             Activation::ClampedSwiGlu { slope, limit } => pairs.for_each(|(gate, up)| {
                 let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
-                *gate = g / (1.0 + (-slope * g).exp()) * (u + 1.0);
+                *gate = g / (1.0 + exp(-slope * g)) * (u + 1.0);
             }),
         }
     }
 }
 
+#[inline(always)]
 fn silu(x: f32) -> f32 {
-    x / (1.0 + (-x).exp())
+    x / (1.0 + exp(-x))
 }

@@ -364,9 +364,11 @@ impl Core {
             let mut out = lock(&rows[r]);
             out.fill(0.0);
             let slots = slots[r * n_used * n_embd..].chunks_exact(n_embd).take(n_used);
-            for (slot, weight) in slots.zip(&weights[r * n_used..]) {
-                out.iter_mut().zip(slot).for_each(|(out, y)| *out += weight * y);
-            }
+            self.kernel.widely(|| {
+                for (slot, weight) in slots.zip(&weights[r * n_used..]) {
+                    out.iter_mut().zip(slot).for_each(|(out, y)| *out += weight * y);
+                }
+            });
         };
         if m < MANY_ROWS {
             (0..rows.len()).for_each(combine_row);

@@ -63,6 +63,17 @@ impl Avx2 {
         }
     }
 
+    /// See [`super::Kernel::widely`].
+    #[inline]
+    pub(super) fn widely<R>(self, work: impl FnOnce() -> R) -> R {
+        #[target_feature(enable = "avx2,f16c")]
+        fn inner<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { inner(work) }
+    }
+
     /// See [`super::Kernel::int8_tiles`].
     pub(super) fn int8_tiles(self, tiles: &[i8], rows: MatrixView<'_, i8>, out: &mut [i32]) {
         super::tiles::drive(self, tiles, rows, out);

@@ -1,27 +1,49 @@
 //! Measurements, as ratios or beside a limit of the same run: `cargo bench`. Nothing here asserts.
 //!
-//! Machines are noisy: everything is run several times and the median is printed.
+//! ```text
+//! cargo bench                                     load, plan and kernels
+//! cargo bench -- kernels                          one part: load, plan, kernels
+//! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files
+//! ORKPACK_PEER_PYTHON=…/python cargo bench -- …   beside llama.cpp, as that Python's llama-cpp-python has it
+//! ```
+//! Machines are noisy: everything is run several times, the sides by turns, and medians are printed.
 
 #![allow(clippy::print_stdout)]
 
-mod hits;
+mod files;
+mod kernels;
 mod load;
+mod peer;
 mod plan;
+mod speed;
 #[path = "../support"]
 #[allow(dead_code)]
 mod support {
     pub mod gguf_builder;
-    pub mod hits;
-    pub mod recorder;
     pub mod routed;
 }
 
 fn main() {
-    // `cargo bench -- hits` runs one of them.
-    let named: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    let benches: [(&str, fn()); 3] = [("hits", hits::bench), ("load", load::bench), ("plan", plan::bench)];
-    for (_, bench) in benches.iter().filter(|(name, _)| named.is_empty() || named.iter().any(|n| n == name)) {
-        bench();
+    let mut parts: Vec<String> = std::env::args().skip(1).filter(|part| part != "--bench").collect();
+    let model = parts.iter().position(|part| part == "--model").map(|at| {
+        let model = parts.get(at + 1).expect("a path after --model").clone();
+        parts.drain(at..at + 2);
+        std::path::PathBuf::from(model)
+    });
+    let wanted = |part: &str| parts.is_empty() || parts.iter().any(|wanted| wanted == part);
+    if let Some(model) = model {
+        speed::bench(&model, wanted);
+        if wanted("files") {
+            files::bench(&model);
+        }
+        return;
+    }
+    for (part, bench) in
+        [("load", load::bench as fn()), ("plan", plan::bench as fn()), ("kernels", kernels::bench as fn())]
+    {
+        if wanted(part) {
+            bench();
+        }
     }
 }
 
@@ -29,4 +51,18 @@ fn main() {
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
+}
+
+/// Median, least and most.
+fn spread(values: &[f64]) -> String {
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = values.iter().copied().fold(0.0, f64::max);
+    format!("{:.1} ({least:.1}–{most:.1})", median(values.to_vec()))
+}
+
+/// Seconds that something takes.
+fn seconds<T>(of: impl FnOnce() -> T) -> f64 {
+    let began = std::time::Instant::now();
+    std::hint::black_box(of());
+    began.elapsed().as_secs_f64()
 }

@@ -371,9 +371,11 @@ impl Core {
         self.kernel.multiply(gate.view, cols.clone(), &acts[gate.form as usize], rows, &mut tile.hidden)?;
         self.kernel.multiply(up.view, cols.clone(), &acts[up.form as usize], rows, &mut tile.up)?;
         let width = cols.len();
-        for (hidden, up) in tile.hidden.chunks_exact_mut(width).zip(tile.up.chunks_exact(width)) {
-            bank.activate(*expert, cols.clone(), hidden, up);
-        }
+        self.kernel.widely(|| {
+            for (hidden, up) in tile.hidden.chunks_exact_mut(width).zip(tile.up.chunks_exact(width)) {
+                bank.activate(*expert, cols.clone(), hidden, up);
+            }
+        });
         Ok(())
     }
 

@@ -1,4 +1,6 @@
-//! Causal attention in f32, one piece of work per row and query head.
+//! Causal attention in f32. A piece of work is a few rows and the query heads of one head of keys.
+
+use std::ops::Range;
 
 use super::ForwardError;
 use super::dense::sigmoid;
@@ -6,6 +8,7 @@ use super::memory::KvCache;
 use super::rope::Angles;
 use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
+use crate::kernel::{Kernel, exp};
 use crate::model::parts::{Attention, RmsNorm};
 use crate::tensor::MatrixView;
 
@@ -41,20 +44,38 @@ pub(super) fn run(
     norm_and_rotate(executor, attention.k_norm.as_ref(), angles, head_dim, kv_width, &mut k);
     cache.append(position, &k, &v);
 
-    let mut heads = vec![0.0; m * q_width];
     let group = n_head / n_head_kv;
-    for_each_chunk(executor, &mut heads, head_dim, &|piece, out| {
-        let (row, head) = (piece / n_head, piece % n_head);
-        let query = &q[piece * head_dim..(piece + 1) * head_dim];
-        let last = position + row + 1;
-        let first = attention.window.map_or(0, |window| last.saturating_sub(window));
-        let seen = first * head_dim..last * head_dim;
-        let sink = attention.sinks.as_ref().map(|sinks| sinks[head]);
-        let past = cache.head(head / group);
-        attend(query, &past.keys[seen.clone()], &past.values[seen], attention.scale, sink, out);
-        let gates = gates.chunks_exact(head_dim).nth(piece).unwrap_or_default();
-        out.iter_mut().zip(gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
+    let row_tile = QUERIES.div_ceil(group).min(m);
+    let n_tiles = m.div_ceil(row_tile);
+    // [n_head_kv, n_tiles, row_tile, group, head_dim]: what one piece makes lies together.
+    let mut tiles = vec![0.0; n_head_kv * n_tiles * row_tile * group * head_dim];
+    for_each_chunk(executor, &mut tiles, row_tile * group * head_dim, &|piece, out| {
+        let (head, tile) = (piece / n_tiles, piece % n_tiles);
+        let rows = tile * row_tile..m.min((tile + 1) * row_tile);
+        let first = |row: usize| (row * n_head + head * group) * head_dim;
+        let queries =
+            rows.clone().flat_map(|row| q[first(row)..first(row) + group * head_dim].chunks_exact(head_dim));
+        let seen = rows.flat_map(|row| {
+            let last = position + row + 1;
+            let first = attention.window.map_or(0, |window| last.saturating_sub(window));
+            std::iter::repeat_n(first..last, group)
+        });
+        let sinks = attention.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]);
+        let past = cache.head(head);
+        let queries: Vec<Query<'_>> = queries
+            .zip(seen)
+            .enumerate()
+            .map(|(i, (query, seen))| Query { query, seen, sink: sinks.map(|sinks| sinks[i % group]) })
+            .collect();
+        attend_all(&queries, &past.keys, &past.values, attention.scale, &mut out[..queries.len() * head_dim]);
     });
+    let mut heads = vec![0.0; m * q_width];
+    for (i, out) in heads.chunks_exact_mut(group * head_dim).enumerate() {
+        let (row, head) = (i / n_head_kv, i % n_head_kv);
+        let at = (head * n_tiles * row_tile + row) * group * head_dim;
+        out.copy_from_slice(&tiles[at..at + group * head_dim]);
+    }
+    heads.iter_mut().zip(&gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
     executor.linear(view(&heads, q_width)?, &mut [Product { weight: attention.output, out }])?;
     if let Some(bias) = &attention.output_bias {
         add_to_each(out, bias);
@@ -89,26 +110,85 @@ fn norm_and_rotate(
     });
 }
 
-/// `out = Σ_j softmax(scale · query·key_j) · value_j` over the positions seen, `j` ascending. A sink is one more
-/// score, whose value is zero. A row of `values` may be longer than `out`, which takes its beginning.
-pub(super) fn attend(
-    query: &[f32],
-    keys: &[f32],
-    values: &[f32],
-    scale: f32,
+/// Queries that are answered together: their keys and values then come from memory once.
+const QUERIES: usize = 32;
+
+/// Positions that are dealt with at once: keys or values of so many stay in the first cache.
+const POSITIONS: usize = 32;
+
+/// A query, the positions that it sees, and one more score whose value is zero.
+struct Query<'a> {
+    query: &'a [f32],
+    seen: Range<usize>,
     sink: Option<f32>,
-    out: &mut [f32],
-) {
-    let keys = keys.chunks_exact(query.len());
-    let mut scores: Vec<f32> = keys.map(|key| dot(query, key) * scale).collect();
-    let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = sink.map_or(0.0, |sink| f64::from((sink - max).exp()));
-    for score in &mut scores {
-        *score = (*score - max).exp();
-        sum += f64::from(*score);
+}
+
+/// [`attend`] for queries of the same keys and values; `out` is `[queries.len(), _]`.
+fn attend_all(queries: &[Query<'_>], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
+    let Some(n_key) = queries.first().map(|query| query.query.len()) else { return };
+    let width = out.len() / queries.len();
+    let n_value = values.len() / (keys.len() / n_key).max(1);
+    let first = queries.iter().map(|query| query.seen.start).min().unwrap_or(0);
+    let last = queries.iter().map(|query| query.seen.end).max().unwrap_or(0);
+    let n = last - first;
+    let mut scores = vec![0f32; queries.len() * n];
+    let blocks = || (first..last).step_by(POSITIONS).map(|at| at..last.min(at + POSITIONS));
+    let both = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
+    Kernel::detect().widely(|| {
+        for block in blocks() {
+            for (Query { query, seen, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
+                for j in both(&block, seen) {
+                    scores[j - first] = dot(query, &keys[j * n_key..(j + 1) * n_key]) * scale;
+                }
+            }
+        }
+        out.fill(0.0);
+        let mut sums = Vec::with_capacity(queries.len());
+        for (Query { seen, sink, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
+            sums.push(exponentials(&mut scores[seen.start - first..seen.end - first], *sink));
+        }
+        for block in blocks() {
+            for ((query, scores), out) in
+                queries.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
+            {
+                let seen = both(&block, &query.seen);
+                if !seen.is_empty() {
+                    let weights = &scores[seen.start - first..seen.end - first];
+                    add_weighted(out, weights, &values[seen.start * n_value..seen.end * n_value]);
+                }
+            }
+        }
+        for (sum, out) in sums.into_iter().zip(out.chunks_exact_mut(width)) {
+            let scale = (1.0 / sum) as f32;
+            out.iter_mut().for_each(|out| *out *= scale);
+        }
+    });
+}
+
+/// Turns scores into `exp(score − max)` and gives their sum, which has the sink's as well.
+#[inline(always)]
+fn exponentials(scores: &mut [f32], sink: Option<f32>) -> f64 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut largest = [f32::NEG_INFINITY; 16];
+    let (runs, tail) = scores.as_chunks::<16>();
+    for run in runs {
+        largest.iter_mut().zip(run).for_each(|(max, score)| *max = larger(*max, *score));
     }
-    out.fill(0.0);
-    add_weighted(out, &scores, values);
-    let scale = (1.0 / sum) as f32;
-    out.iter_mut().for_each(|out| *out *= scale);
+    let max = largest.iter().chain(tail).copied().chain(sink).fold(f32::NEG_INFINITY, larger);
+    scores.iter_mut().for_each(|score| *score = exp(*score - max));
+    // In eight interleaved sums, so that it can be computed eight at a time.
+    let mut lanes = [0f64; 8];
+    let (runs, tail) = scores.as_chunks::<8>();
+    for run in runs {
+        lanes.iter_mut().zip(run).for_each(|(lane, score)| *lane += f64::from(*score));
+    }
+    let sum = lanes.iter().sum::<f64>() + tail.iter().map(|score| f64::from(*score)).sum::<f64>();
+    sum + sink.map_or(0.0, |sink| f64::from(exp(sink - max)))
+}
+
+/// `out = Σ_j softmax(scale · query·key_j) · value_j` over all positions, `j` ascending. A row of `values` may be longer
+/// than `out`, which takes its beginning.
+pub(super) fn attend(query: &[f32], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
+    let query = Query { query, seen: 0..keys.len() / query.len(), sink: None };
+    attend_all(&[query], keys, values, scale, out);
 }

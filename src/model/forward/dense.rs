@@ -3,6 +3,7 @@
 use super::ForwardError;
 use super::rows::{for_each_chunk, view};
 use crate::executor::{Executor, Product};
+use crate::kernel::{Kernel, exp};
 use crate::model::parts::{Dense, Shared};
 use crate::tensor::MatrixView;
 
@@ -39,13 +40,16 @@ pub(super) fn run(
         [Product { weight: dense.gate, out: &mut inner }, Product { weight: dense.up, out: &mut up }];
     let mut products: Vec<Product<'_>> = gate_and_up.into_iter().chain(beside).collect();
     executor.linear(rows, &mut products)?;
+    let kernel = Kernel::detect();
     for_each_chunk(executor, &mut inner, n_ff, &|row, inner| {
-        inner.iter_mut().zip(&up[row * n_ff..]).for_each(|(gate, up)| *gate *= sigmoid(*gate) * up);
+        let pairs = inner.iter_mut().zip(&up[row * n_ff..]);
+        kernel.widely(|| pairs.for_each(|(gate, up)| *gate *= sigmoid(*gate) * up));
     });
     executor.linear(view(&inner, n_ff)?, &mut [Product { weight: dense.down, out }])?;
     Ok(())
 }
 
+#[inline(always)]
 pub(super) fn sigmoid(z: f32) -> f32 {
-    1.0 / (1.0 + (-z).exp())
+    1.0 / (1.0 + exp(-z))
 }

@@ -124,7 +124,7 @@ fn attend_latents(
     for_each_chunk(executor, &mut found, n_rank, &|piece, out| {
         let seen = &past[..(position + piece % m + 1) * key_dim];
         let query = &queries[piece * key_dim..(piece + 1) * key_dim];
-        attend(query, seen, seen, latent.scale, None, out);
+        attend(query, seen, seen, latent.scale, out);
     });
     let mut values = vec![0.0; n_head * m * n_value];
     executor.each(view(&found, n_rank)?, v, &mut values)?;
@@ -174,7 +174,7 @@ fn attend_heads(
         let (row, past) = (piece / n_head, cache.head(piece % n_head));
         let n_seen = position + row + 1;
         let (keys, values) = (&past.keys[..n_seen * key_dim], &past.values[..n_seen * n_value]);
-        attend(&q[piece * key_dim..(piece + 1) * key_dim], keys, values, latent.scale, None, out);
+        attend(&q[piece * key_dim..(piece + 1) * key_dim], keys, values, latent.scale, out);
     });
     heads
 }

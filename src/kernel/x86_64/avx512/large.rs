@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::{Codes, Loops, TURNED, load64, prefetch, quarters, transpose, twice32};
+use super::{AHEAD, Codes, Loops, TURNED, load64, prefetch, quarters, transpose, twice32};
 use crate::blocks::iq4_nl::STEPS;
 use crate::kernel::portable::{six_bit_words, six_bits_iq4_xs, six_bits_q3_k};
 use crate::kernel::x86_64::large::twice;
@@ -310,7 +310,7 @@ impl<T: Block> Loops for Large<T> {
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         let mut high = [_mm_setzero_ps(); A];
         let mut low = [_mm_setzero_ps(); A];
-        let ahead = 4 * n_blocks * T::BYTES;
+        let ahead = AHEAD.max(4 * n_blocks * T::BYTES);
         for b in 0..n_blocks {
             let mut dots = [[_mm512_setzero_si512(); 4]; A];
             let mut lows = [[_mm256_setzero_si256(); 4]; A];
@@ -322,6 +322,7 @@ impl<T: Block> Loops for Large<T> {
                 }
                 // SAFETY: as above.
                 let scales = unsafe { T::scales(block(r)) };
+                let mut sums = [_mm512_setzero_si512(); A];
                 for part in 0..4 {
                     let own = _mm512_permutexvar_epi16(sixteenths(part), _mm512_castsi256_si512(scales));
                     // SAFETY: as above.
@@ -329,33 +330,31 @@ impl<T: Block> Loops for Large<T> {
                     for a in 0..A {
                         // SAFETY: as above.
                         let x = unsafe { load64(acts.codes[a].add(256 * b + 64 * part)) };
-                        dots[a][r] = if T::WIDE {
+                        sums[a] = if T::WIDE {
                             // The lower of two equal scales, its sign taken along.
                             let own = _mm512_srai_epi32::<16>(own);
                             let fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, x);
-                            _mm512_add_epi32(dots[a][r], _mm512_mullo_epi32(fours, own))
+                            _mm512_add_epi32(sums[a], _mm512_mullo_epi32(fours, own))
                         } else {
-                            _mm512_dpwssd_epi32(dots[a][r], _mm512_maddubs_epi16(codes, x), own)
+                            _mm512_dpwssd_epi32(sums[a], _mm512_maddubs_epi16(codes, x), own)
                         };
                     }
                 }
-                if T::DMIN.is_some() || T::OFFSET != 0 {
+                // SAFETY: as above.
+                let of_sums = unsafe { Self::of_sums(block(r), scales) };
+                for a in 0..A {
                     // SAFETY: as above.
-                    let of_sums = unsafe { Self::of_sums(block(r), scales) };
-                    for a in 0..A {
-                        // SAFETY: as above.
-                        let sums = unsafe { _mm256_loadu_si256(acts.sums[a].add(16 * b).cast()) };
-                        lows[a][r] = _mm256_madd_epi16(of_sums, sums);
+                    let sixteen = unsafe { _mm256_loadu_si256(acts.sums[a].add(16 * b).cast()) };
+                    let low = _mm256_madd_epi16(of_sums, sixteen);
+                    match T::DMIN {
+                        Some(_) => lows[a][r] = low,
+                        None => sums[a] = _mm512_sub_epi32(sums[a], _mm512_zextsi256_si512(low)),
                     }
-                    if T::DMIN.is_none() {
-                        for a in 0..A {
-                            dots[a][r] = _mm512_sub_epi32(dots[a][r], _mm512_zextsi256_si512(lows[a][r]));
-                        }
-                    }
+                    dots[a][r] = sums[a];
                 }
             }
             // SAFETY: as above.
-            let d = unsafe { halves_of(std::array::from_fn(|r| block(r).add(T::D))) };
+            let d = unsafe { halves_of([block(0), block(1), block(2), block(3)], T::D) };
             for a in 0..A {
                 // SAFETY: as above.
                 let dx = _mm_set1_ps(unsafe { *acts.scales[a].add(b) });
@@ -363,8 +362,12 @@ impl<T: Block> Loops for Large<T> {
                 high[a] = _mm_fmadd_ps(_mm_mul_ps(d, dx), dot, high[a]);
                 if let Some(at) = T::DMIN {
                     // SAFETY: as above.
-                    let dmin = unsafe { halves_of(std::array::from_fn(|r| block(r).add(at))) };
-                    let sum = quarters(lows[a].map(|low| _mm512_zextsi256_si512(low)));
+                    let dmin = unsafe { halves_of([block(0), block(1), block(2), block(3)], at) };
+                    let mut wide = [_mm512_setzero_si512(); 4];
+                    for r in 0..4 {
+                        wide[r] = _mm512_zextsi256_si512(lows[a][r]);
+                    }
+                    let sum = quarters(wide);
                     low[a] = _mm_fmadd_ps(_mm_mul_ps(dmin, dx), _mm_cvtepi32_ps(four_sums(sum)), low[a]);
                 }
             }
@@ -382,7 +385,13 @@ impl<T: Block> Loops for Large<T> {
         turned.resize_with(n_blocks, Turned::zero);
         for (b, turned) in turned.iter_mut().enumerate() {
             // SAFETY: the caller vouches for `n_blocks` blocks.
-            unsafe { Self::turn_block(rows.map(|row| row.add(b * T::BYTES)), turned) };
+            unsafe {
+                let mut blocks = *rows;
+                for block in &mut blocks {
+                    *block = block.add(b * T::BYTES);
+                }
+                Self::turn_block(blocks, turned);
+            }
         }
     }
 
@@ -406,12 +415,10 @@ impl<T: Block> Loops for Large<T> {
             }
             for a in 0..A {
                 let mut sum = _mm512_setzero_si512();
-                if T::DMIN.is_some() || T::OFFSET != 0 {
-                    for (i, &pair) in w.pairs.iter().enumerate() {
-                        // SAFETY: as above.
-                        let sums = unsafe { acts.sums[a].add(16 * b + 2 * i).cast::<i32>().read_unaligned() };
-                        sum = _mm512_dpwssd_epi32(sum, pair, _mm512_set1_epi32(sums));
-                    }
+                for (i, &pair) in w.pairs.iter().enumerate() {
+                    // SAFETY: as above.
+                    let sums = unsafe { acts.sums[a].add(16 * b + 2 * i).cast::<i32>().read_unaligned() };
+                    sum = _mm512_dpwssd_epi32(sum, pair, _mm512_set1_epi32(sums));
                 }
                 // SAFETY: as above.
                 let dx = _mm512_set1_ps(unsafe { *acts.scales[a].add(b) });
@@ -439,27 +446,36 @@ impl<T: Block> Large<T> {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn turn_block(blocks: [*const u8; TURNED], turned: &mut Turned) {
+        // Loops, not closures: a closure that is handed on is not compiled for this CPU.
+        let mut rows = [_mm512_setzero_si512(); TURNED];
         for part in 0..4 {
-            // SAFETY: the caller vouches for the blocks.
-            let codes = blocks.map(|block| unsafe { T::codes(block, part) });
-            turned.codes[16 * part..16 * part + 16].copy_from_slice(&transpose(codes));
+            for r in 0..TURNED {
+                // SAFETY: the caller vouches for the blocks.
+                rows[r] = unsafe { T::codes(blocks[r], part) };
+            }
+            turned.codes[16 * part..16 * part + 16].copy_from_slice(&transpose(rows));
         }
-        // SAFETY: as above.
-        let scales = blocks.map(|block| unsafe { T::scales(block) });
-        // SAFETY: as above.
-        let of_sums: [_; TURNED] = std::array::from_fn(|r| unsafe { Self::of_sums(blocks[r], scales[r]) });
+        let mut pairs = rows;
+        for r in 0..TURNED {
+            // SAFETY: as above.
+            let scales = unsafe { T::scales(blocks[r]) };
+            // SAFETY: as above.
+            let of_sums = unsafe { Self::of_sums(blocks[r], scales) };
+            if T::PAIRED {
+                let scales = _mm512_castsi256_si512(_mm256_srai_epi32::<16>(scales));
+                rows[r] = _mm512_inserti64x4::<1>(scales, of_sums);
+            } else {
+                rows[r] = _mm512_cvtepi16_epi32(scales);
+                pairs[r] = _mm512_castsi256_si512(of_sums);
+            }
+        }
+        let columns = transpose(rows);
         if T::PAIRED {
-            let both: [_; TURNED] = std::array::from_fn(|r| {
-                let scales = _mm512_castsi256_si512(_mm256_srai_epi32::<16>(scales[r]));
-                _mm512_inserti64x4::<1>(scales, of_sums[r])
-            });
-            let columns = transpose(both);
             turned.scales[..8].copy_from_slice(&columns[..8]);
             turned.pairs.copy_from_slice(&columns[8..]);
         } else {
-            turned.scales = transpose(scales.map(|scales| _mm512_cvtepi16_epi32(scales)));
-            let columns = transpose(of_sums.map(|of_sums| _mm512_castsi256_si512(of_sums)));
-            turned.pairs.copy_from_slice(&columns[..8]);
+            turned.scales = columns;
+            turned.pairs.copy_from_slice(&transpose(pairs)[..8]);
         }
         // SAFETY: as above.
         turned.d = unsafe { sixteen_halves(blocks, T::D) };
@@ -494,16 +510,20 @@ fn four_sums(quarters: __m512i) -> __m128i {
     _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
 }
 
-/// Half-precision numbers from four places.
+/// Half-precision numbers `at` bytes into four blocks.
 ///
 /// # Safety
 ///
 /// They can be read.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn halves_of(at: [*const u8; 4]) -> __m128 {
-    // SAFETY: the caller vouches for two bytes each.
-    let [a, b, c, d] = at.map(|at| unsafe { at.cast::<i16>().read_unaligned() });
+unsafe fn halves_of(blocks: [*const u8; 4], at: usize) -> __m128 {
+    let mut halves = [0i16; 8];
+    for r in 0..4 {
+        // SAFETY: the caller vouches for two bytes each.
+        halves[r] = unsafe { blocks[r].add(at).cast::<i16>().read_unaligned() };
+    }
+    let [a, b, c, d, ..] = halves;
     _mm_cvtph_ps(_mm_setr_epi16(a, b, c, d, 0, 0, 0, 0))
 }
 
@@ -516,7 +536,11 @@ unsafe fn halves_of(at: [*const u8; 4]) -> __m128 {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
     // SAFETY: the caller vouches for two bytes each.
-    let halves = blocks.map(|block| unsafe { block.add(at).cast::<i16>().read_unaligned() });
+    let mut halves = [0i16; TURNED];
+    for r in 0..TURNED {
+        // SAFETY: the caller vouches for two bytes each.
+        halves[r] = unsafe { blocks[r].add(at).cast::<i16>().read_unaligned() };
+    }
     // SAFETY: an array of sixteen is read.
     _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) })
 }

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::{Codes, Loops, TURNED, prefetch, quarters, transpose};
+use super::{AHEAD, Codes, Loops, TURNED, load64, prefetch, quarters, transpose};
 use crate::blocks::iq4_nl::STEPS;
 use crate::blocks::mxfp4::{DOUBLED, half_scale};
 use crate::kernel::x86_64::load16;
@@ -29,9 +29,13 @@ pub(super) trait Block {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn scales(blocks: [*const u8; 8]) -> __m256 {
-        // SAFETY: the caller vouches for the blocks, which begin with a half-precision number.
-        let [a, b, c, d, e, f, g, h] = blocks.map(|block| unsafe { block.cast::<i16>().read_unaligned() });
-        _mm256_cvtph_ps(_mm_setr_epi16(a, b, c, d, e, f, g, h))
+        // SAFETY: the caller vouches for the blocks, which begin with a half-precision number. Put together by the
+        // integer units, which have little else to do.
+        unsafe {
+            let half = |i: usize| u64::from(blocks[i].cast::<u16>().read_unaligned());
+            let four = |i: usize| half(i) | half(i + 1) << 16 | half(i + 2) << 32 | half(i + 3) << 48;
+            _mm256_cvtph_ps(_mm_set_epi64x(four(4).cast_signed(), four(0).cast_signed()))
+        }
     }
 }
 
@@ -112,9 +116,15 @@ impl Block for Mxfp4 {
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn scales(blocks: [*const u8; 8]) -> __m256 {
         // SAFETY: the caller vouches for the blocks.
-        let scales = blocks.map(|block| half_scale(unsafe { *block }));
-        // SAFETY: an array of eight is read.
-        unsafe { _mm256_loadu_ps(scales.as_ptr()) }
+        let e = unsafe {
+            let e = |i: usize| u64::from(*blocks[i]) << (8 * i);
+            let e = e(0) | e(1) | e(2) | e(3) | e(4) | e(5) | e(6) | e(7);
+            _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(e.cast_signed()))
+        };
+        // See `half_scale`.
+        let halved = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(e)), _mm256_set1_ps(0.5));
+        let zero = _mm256_cmpeq_epi32_mask(e, _mm256_setzero_si256());
+        _mm256_mask_blend_ps(zero, halved, _mm256_set1_ps(half_scale(0)))
     }
 }
 
@@ -137,8 +147,10 @@ pub(super) unsafe fn nibbles(first: *const u8, second: *const u8) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn look_up(table: &[i8; 16], codes: __m512i) -> __m512i {
-    let table = load16(&table.map(|step| step.cast_unsigned() ^ 0x80));
-    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes)
+    // SAFETY: the table is 16 bytes long; no alignment is needed.
+    let table = unsafe { _mm_loadu_si128(table.as_ptr().cast()) };
+    let table = _mm512_broadcast_i32x4(_mm_xor_si128(table, _mm_set1_epi8(-128)));
+    _mm512_shuffle_epi8(table, codes)
 }
 
 /// The loops of a type; what they compute is in [`crate::kernel`], "blocks of 32".
@@ -152,14 +164,14 @@ pub(super) struct Turned {
 }
 
 impl<T: Block> Small<T> {
-    /// Blocks `b` and on, at most eight, of one row.
+    /// Blocks `b` and on of one row: eight of them if they are `WHOLE`, else `n`, which is less.
     ///
     /// # Safety
     ///
-    /// `n` blocks from `b` are there, of weights and activations.
+    /// So many blocks from `b` are there, of weights and activations.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn step<const A: usize>(
+    unsafe fn step<const WHOLE: bool, const A: usize>(
         row: *const u8,
         b: usize,
         n: usize,
@@ -169,26 +181,31 @@ impl<T: Block> Small<T> {
         // SAFETY: the last block stands in for those that are not there, whose lanes are left alone; masks keep
         // activations from being read beyond their end.
         unsafe {
-            let block = |i: usize| row.add((b + i.min(n - 1)) * T::BYTES);
+            let first = row.add(b * T::BYTES);
+            let block = |i: usize| first.add(if WHOLE { i } else { i.min(n - 1) } * T::BYTES);
+            if A == 1 && WHOLE {
+                (0..8 * T::BYTES).step_by(64).for_each(|line| prefetch(first.wrapping_add(line), AHEAD));
+            }
             let mut dots = [[_mm512_setzero_si512(); 4]; A];
             for pair in 0..4 {
-                if A == 1 && pair < T::BYTES.div_ceil(8) {
-                    prefetch(block(2 * pair), AHEAD);
-                }
-                if 2 * pair >= n {
+                if !WHOLE && 2 * pair >= n {
                     break;
                 }
                 let codes = T::codes(block(2 * pair), block(2 * pair + 1));
-                let there = if 2 * pair + 1 < n { u64::MAX } else { u64::MAX >> 32 };
                 for a in 0..A {
-                    let x = _mm512_maskz_loadu_epi8(there, acts.codes[a].add(32 * (b + 2 * pair)));
-                    dots[a][pair] = _mm512_dpbusd_epi32(dots[a][pair], codes, x);
+                    let at = acts.codes[a].add(32 * (b + 2 * pair));
+                    let x = match WHOLE || 2 * pair + 1 < n {
+                        true => load64(at),
+                        false => _mm512_zextsi256_si512(_mm256_loadu_si256(at.cast())),
+                    };
+                    dots[a][pair] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, x);
                 }
             }
             let d = T::scales(std::array::from_fn(block));
-            let there = 0xff >> (8 - n);
+            let there = if WHOLE { 0xff } else { 0xff >> (8 - n) };
+            let sums_there = if WHOLE { u16::MAX } else { u16::MAX >> (16 - 2 * n) };
             for a in 0..A {
-                let sums = _mm256_maskz_loadu_epi16(ALL_SUMS >> (16 - 2 * n), acts.sums[a].add(2 * b));
+                let sums = _mm256_maskz_loadu_epi16(sums_there, acts.sums[a].add(2 * b));
                 let offset = _mm256_madd_epi16(sums, _mm256_set1_epi16(T::OFFSET));
                 let dots = _mm256_sub_epi32(eight_sums(quarters(dots[a])), offset);
                 let dx = _mm256_maskz_loadu_ps(there, acts.scales[a].add(b));
@@ -212,11 +229,11 @@ impl<T: Block> Loops for Small<T> {
             let mut lanes = [_mm256_setzero_ps(); A];
             for b in (0..whole).step_by(8) {
                 // SAFETY: the caller vouches for `n_blocks` blocks.
-                unsafe { Self::step(row, b, 8, acts, &mut lanes) };
+                unsafe { Self::step::<true, A>(row, b, 8, acts, &mut lanes) };
             }
             if whole < n_blocks {
                 // SAFETY: as above.
-                unsafe { Self::step(row, whole, n_blocks - whole, acts, &mut lanes) };
+                unsafe { Self::step::<false, A>(row, whole, n_blocks - whole, acts, &mut lanes) };
             }
             for a in 0..A {
                 out[a][r] = fold(lanes[a]);
@@ -232,8 +249,11 @@ impl<T: Block> Loops for Small<T> {
             // SAFETY: the caller vouches for `n_blocks` blocks.
             let block = |r: usize, b: usize| unsafe { rows[r].add(b * T::BYTES) };
             let last = b + two.len() - 1;
-            // SAFETY: as above.
-            let codes = std::array::from_fn(|r| unsafe { T::codes(block(r, b), block(r, last)) });
+            let mut codes = [_mm512_setzero_si512(); TURNED];
+            for r in 0..TURNED {
+                // SAFETY: as above.
+                codes[r] = unsafe { T::codes(block(r, b), block(r, last)) };
+            }
             let columns = transpose(codes);
             for (i, turned) in two.iter_mut().enumerate() {
                 turned.codes.copy_from_slice(&columns[8 * i..8 * i + 8]);
@@ -276,20 +296,15 @@ impl<T: Block> Loops for Small<T> {
         let mut out = [[0.0; TURNED]; A];
         for a in 0..A {
             let l = lanes[a];
-            let four: [_; 4] = std::array::from_fn(|i| _mm512_add_ps(l[i], l[i + 4]));
-            let sum = _mm512_add_ps(_mm512_add_ps(four[0], four[2]), _mm512_add_ps(four[1], four[3]));
+            let even = _mm512_add_ps(_mm512_add_ps(l[0], l[4]), _mm512_add_ps(l[2], l[6]));
+            let odd = _mm512_add_ps(_mm512_add_ps(l[1], l[5]), _mm512_add_ps(l[3], l[7]));
+            let sum = _mm512_add_ps(even, odd);
             // SAFETY: sixteen floats are written to an array of sixteen.
             unsafe { _mm512_storeu_ps(out[a].as_mut_ptr(), sum) };
         }
         out
     }
 }
-
-/// How far ahead of a row's blocks memory is asked for.
-const AHEAD: usize = 2048;
-
-/// The mask of 16 sums.
-const ALL_SUMS: u16 = u16::MAX;
 
 impl Turned {
     fn zero() -> Turned {
