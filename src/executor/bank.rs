@@ -105,11 +105,17 @@ impl Activation {
     #[inline(always)]
     fn apply<'a>(self, pairs: impl Iterator<Item = (&'a mut f32, f32)>) {
         match self {
-            Activation::SwiGlu => pairs.for_each(|(gate, up)| *gate = silu(*gate) * up),
-            Activation::ClampedSwiGlu { slope, limit } => pairs.for_each(|(gate, up)| {
-                let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
-                *gate = g / (1.0 + exp(-slope * g)) * (u + 1.0);
-            }),
+            Activation::SwiGlu => {
+                for (gate, up) in pairs {
+                    *gate = silu(*gate) * up;
+                }
+            }
+            Activation::ClampedSwiGlu { slope, limit } => {
+                for (gate, up) in pairs {
+                    let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
+                    *gate = g / (1.0 + exp(-slope * g)) * (u + 1.0);
+                }
+            }
         }
     }
 }

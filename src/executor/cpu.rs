@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Executor, ExecutorError, Product, Routing, Weight, WeightId, WeightTable};
 use crate::blocks::{self, BlockError};
-use crate::kernel::{Activations, Form, Kernel};
+use crate::kernel::{Activations, Form, Kernel, Loops};
 use crate::tensor::{MatrixView, TensorSource, WeightView};
 use crate::threads::{Patch, Pool};
 use crate::units::{ExpertId, LayerId};
@@ -364,11 +364,9 @@ impl Core {
             let mut out = lock(&rows[r]);
             out.fill(0.0);
             let slots = slots[r * n_used * n_embd..].chunks_exact(n_embd).take(n_used);
-            self.kernel.widely(|| {
-                for (slot, weight) in slots.zip(&weights[r * n_used..]) {
-                    out.iter_mut().zip(slot).for_each(|(out, y)| *out += weight * y);
-                }
-            });
+            for (slot, &weight) in slots.zip(&weights[r * n_used..]) {
+                self.kernel.widely(AddScaled { out: &mut out, weight, slot });
+            }
         };
         if m < MANY_ROWS {
             (0..rows.len()).for_each(combine_row);
@@ -376,6 +374,22 @@ impl Core {
             self.pool.run(rows.len(), &combine_row);
         }
         Ok(())
+    }
+}
+
+/// `out += weight · slot`.
+struct AddScaled<'a> {
+    out: &'a mut [f32],
+    weight: f32,
+    slot: &'a [f32],
+}
+
+impl Loops for AddScaled<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for (out, y) in self.out.iter_mut().zip(self.slot) {
+            *out += self.weight * y;
+        }
     }
 }
 

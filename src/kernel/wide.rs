@@ -4,12 +4,18 @@
 
 use super::{Chosen, Kernel};
 
+/// Loops for [`Kernel::widely`].
+pub trait Loops {
+    /// Does it. To be marked `#[inline(always)]`, as what it calls: only what is inlined is compiled anew.
+    fn run(self);
+}
+
 impl Kernel {
-    /// Runs `work`, its loops compiled for the registers of this path. What it calls must be inlined to profit.
+    /// Runs `work`, compiled for the registers of this path.
     #[inline]
-    pub fn widely<R>(self, work: impl FnOnce() -> R) -> R {
+    pub fn widely(self, work: impl Loops) {
         match self.0 {
-            Chosen::Naive | Chosen::Portable => work(),
+            Chosen::Naive | Chosen::Portable => work.run(),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => cpu.widely(work),
             #[cfg(target_arch = "x86_64")]
@@ -71,9 +77,19 @@ mod tests {
     #[test]
     fn every_path_has_the_same_exponential() {
         let x: Vec<f32> = (0..1000).map(|i| i as f32 / 5.0 - 100.0).collect();
+        struct Each<'a>(&'a mut [f32]);
+        impl super::Loops for Each<'_> {
+            #[inline(always)]
+            fn run(self) {
+                for x in self.0 {
+                    *x = exp(*x);
+                }
+            }
+        }
         let all = |kernel: super::Kernel| {
-            let bits = |x: &f32| exp(*x).to_bits();
-            kernel.widely(|| x.iter().map(bits).collect::<Vec<_>>())
+            let mut x = x.clone();
+            kernel.widely(Each(&mut x));
+            x
         };
         let kernels = crate::kernel::Path::ALL.into_iter().filter_map(super::Kernel::with_path);
         kernels.for_each(|kernel| assert_eq!(all(kernel), all(super::Kernel(super::Chosen::Naive))));

@@ -20,7 +20,7 @@ pub(super) use avx512::Avx512;
 
 use super::activations::{self, Activations, Row};
 use super::tiles::StripDot;
-use super::{Output, RowDot, drive};
+use super::{Output, RowDot, drive, wide};
 use crate::tensor::{Dtype, MatrixView, WeightView};
 
 /// A CPU that has AVX2, FMA and F16C.
@@ -65,10 +65,10 @@ impl Avx2 {
 
     /// See [`super::Kernel::widely`].
     #[inline]
-    pub(super) fn widely<R>(self, work: impl FnOnce() -> R) -> R {
+    pub(super) fn widely(self, work: impl wide::Loops) {
         #[target_feature(enable = "avx2,f16c")]
-        fn inner<R>(work: impl FnOnce() -> R) -> R {
-            work()
+        fn inner(work: impl wide::Loops) {
+            work.run();
         }
         // SAFETY: `self` proves that the CPU has the features.
         unsafe { inner(work) }

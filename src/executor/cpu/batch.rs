@@ -15,7 +15,7 @@ use super::{Call, Core, CpuExecutor, ExecutorError, Failure, MOST_SCRATCH};
 use super::{expect, lock, shape, width};
 use crate::blocks::BlockError;
 use crate::executor::ExpertBank;
-use crate::kernel::{Activations, Form, Kernel};
+use crate::kernel::{Activations, Form, Kernel, Loops};
 use crate::tensor::{MatrixView, Projection, WeightView};
 use crate::threads::Patch;
 use crate::units::{ExpertId, LayerId};
@@ -371,11 +371,9 @@ impl Core {
         self.kernel.multiply(gate.view, cols.clone(), &acts[gate.form as usize], rows, &mut tile.hidden)?;
         self.kernel.multiply(up.view, cols.clone(), &acts[up.form as usize], rows, &mut tile.up)?;
         let width = cols.len();
-        self.kernel.widely(|| {
-            for (hidden, up) in tile.hidden.chunks_exact_mut(width).zip(tile.up.chunks_exact(width)) {
-                bank.activate(*expert, cols.clone(), hidden, up);
-            }
-        });
+        for (hidden, up) in tile.hidden.chunks_exact_mut(width).zip(tile.up.chunks_exact(width)) {
+            self.kernel.widely(Activate { bank, expert: *expert, cols: cols.clone(), hidden, up });
+        }
         Ok(())
     }
 
@@ -393,6 +391,22 @@ impl Core {
             group.bank.finish_down(group.expert, cols, patch.row(row));
         }
         Ok(())
+    }
+}
+
+/// [`ExpertBank::activate`].
+struct Activate<'a> {
+    bank: &'a ExpertBank,
+    expert: ExpertId,
+    cols: Range<usize>,
+    hidden: &'a mut [f32],
+    up: &'a [f32],
+}
+
+impl Loops for Activate<'_> {
+    #[inline(always)]
+    fn run(self) {
+        self.bank.activate(self.expert, self.cols, self.hidden, self.up);
     }
 }
 

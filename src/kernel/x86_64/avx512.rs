@@ -15,6 +15,7 @@ use std::ops::Range;
 use super::{Avx2, Codes};
 use crate::kernel::Output;
 use crate::kernel::activations::Activations;
+use crate::kernel::wide;
 use crate::tensor::{Dtype, WeightView};
 use large::Large;
 use small::Small;
@@ -51,10 +52,10 @@ impl Avx512 {
 
     /// See [`crate::kernel::Kernel::widely`].
     #[inline]
-    pub(in crate::kernel) fn widely<R>(self, work: impl FnOnce() -> R) -> R {
+    pub(in crate::kernel) fn widely(self, work: impl wide::Loops) {
         #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-        fn inner<R>(work: impl FnOnce() -> R) -> R {
-            work()
+        fn inner(work: impl wide::Loops) {
+            work.run();
         }
         // SAFETY: `self` proves that the CPU has the features.
         unsafe { inner(work) }

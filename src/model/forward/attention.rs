@@ -8,7 +8,7 @@ use super::memory::KvCache;
 use super::rope::Angles;
 use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
-use crate::kernel::{Kernel, exp};
+use crate::kernel::{Kernel, Loops, exp};
 use crate::model::parts::{Attention, RmsNorm};
 use crate::tensor::MatrixView;
 
@@ -44,7 +44,7 @@ pub(super) fn run(
     norm_and_rotate(executor, attention.k_norm.as_ref(), angles, head_dim, kv_width, &mut k);
     cache.append(position, &k, &v);
 
-    let group = n_head / n_head_kv;
+    let (group, kernel) = (n_head / n_head_kv, Kernel::detect());
     let row_tile = QUERIES.div_ceil(group).min(m);
     let n_tiles = m.div_ceil(row_tile);
     // [n_head_kv, n_tiles, row_tile, group, head_dim]: what one piece makes lies together.
@@ -61,13 +61,14 @@ pub(super) fn run(
             std::iter::repeat_n(first..last, group)
         });
         let sinks = attention.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]);
-        let past = cache.head(head);
         let queries: Vec<Query<'_>> = queries
             .zip(seen)
             .enumerate()
             .map(|(i, (query, seen))| Query { query, seen, sink: sinks.map(|sinks| sinks[i % group]) })
             .collect();
-        attend_all(&queries, &past.keys, &past.values, attention.scale, &mut out[..queries.len() * head_dim]);
+        let (past, out) = (cache.head(head), &mut out[..queries.len() * head_dim]);
+        let (keys, values, scale) = (&past.keys, &past.values, attention.scale);
+        kernel.widely(Attend { queries: &queries, keys, values, scale, out });
     });
     let mut heads = vec![0.0; m * q_width];
     for (i, out) in heads.chunks_exact_mut(group * head_dim).enumerate() {
@@ -123,21 +124,29 @@ struct Query<'a> {
     sink: Option<f32>,
 }
 
-/// [`attend`] for queries of the same keys and values; `out` is `[queries.len(), _]`.
-fn attend_all(queries: &[Query<'_>], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
-    let Some(n_key) = queries.first().map(|query| query.query.len()) else { return };
-    let width = out.len() / queries.len();
-    let n_value = values.len() / (keys.len() / n_key).max(1);
-    let first = queries.iter().map(|query| query.seen.start).min().unwrap_or(0);
-    let last = queries.iter().map(|query| query.seen.end).max().unwrap_or(0);
-    let n = last - first;
-    let mut scores = vec![0f32; queries.len() * n];
-    let blocks = || (first..last).step_by(POSITIONS).map(|at| at..last.min(at + POSITIONS));
-    let both = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
-    Kernel::detect().widely(|| {
-        for block in blocks() {
+/// What queries of the same keys and values attend to: `out` is `[queries.len(), _]`, see [`attend`].
+struct Attend<'a> {
+    queries: &'a [Query<'a>],
+    keys: &'a [f32],
+    values: &'a [f32],
+    scale: f32,
+    out: &'a mut [f32],
+}
+
+impl Loops for Attend<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let Attend { queries, keys, values, scale, out } = self;
+        let Some(n_key) = queries.first().map(|query| query.query.len()) else { return };
+        let width = out.len() / queries.len();
+        let n_value = values.len() / (keys.len() / n_key).max(1);
+        let first = queries.iter().map(|query| query.seen.start).min().unwrap_or(0);
+        let last = queries.iter().map(|query| query.seen.end).max().unwrap_or(0);
+        let n = last - first;
+        let mut scores = vec![0f32; queries.len() * n];
+        for block in (first..last).step_by(POSITIONS) {
             for (Query { query, seen, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
-                for j in both(&block, seen) {
+                for j in block.max(seen.start)..(block + POSITIONS).min(seen.end) {
                     scores[j - first] = dot(query, &keys[j * n_key..(j + 1) * n_key]) * scale;
                 }
             }
@@ -147,14 +156,14 @@ fn attend_all(queries: &[Query<'_>], keys: &[f32], values: &[f32], scale: f32, o
         for (Query { seen, sink, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
             sums.push(exponentials(&mut scores[seen.start - first..seen.end - first], *sink));
         }
-        for block in blocks() {
-            for ((query, scores), out) in
+        for block in (first..last).step_by(POSITIONS) {
+            for ((Query { seen, .. }, scores), out) in
                 queries.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
             {
-                let seen = both(&block, &query.seen);
-                if !seen.is_empty() {
-                    let weights = &scores[seen.start - first..seen.end - first];
-                    add_weighted(out, weights, &values[seen.start * n_value..seen.end * n_value]);
+                let (start, end) = (block.max(seen.start), (block + POSITIONS).min(seen.end));
+                if start < end {
+                    let values = &values[start * n_value..end * n_value];
+                    add_weighted(out, &scores[start - first..end - first], values);
                 }
             }
         }
@@ -162,7 +171,7 @@ fn attend_all(queries: &[Query<'_>], keys: &[f32], values: &[f32], scale: f32, o
             let scale = (1.0 / sum) as f32;
             out.iter_mut().for_each(|out| *out *= scale);
         }
-    });
+    }
 }
 
 /// Turns scores into `exp(score − max)` and gives their sum, which has the sink's as well.
@@ -175,7 +184,9 @@ fn exponentials(scores: &mut [f32], sink: Option<f32>) -> f64 {
         largest.iter_mut().zip(run).for_each(|(max, score)| *max = larger(*max, *score));
     }
     let max = largest.iter().chain(tail).copied().chain(sink).fold(f32::NEG_INFINITY, larger);
-    scores.iter_mut().for_each(|score| *score = exp(*score - max));
+    for score in scores.iter_mut() {
+        *score = exp(*score - max);
+    }
     // In eight interleaved sums, so that it can be computed eight at a time.
     let mut lanes = [0f64; 8];
     let (runs, tail) = scores.as_chunks::<8>();
@@ -190,5 +201,5 @@ fn exponentials(scores: &mut [f32], sink: Option<f32>) -> f64 {
 /// than `out`, which takes its beginning.
 pub(super) fn attend(query: &[f32], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
     let query = Query { query, seen: 0..keys.len() / query.len(), sink: None };
-    attend_all(&[query], keys, values, scale, out);
+    Kernel::detect().widely(Attend { queries: &[query], keys, values, scale, out });
 }

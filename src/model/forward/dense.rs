@@ -3,7 +3,7 @@
 use super::ForwardError;
 use super::rows::{for_each_chunk, view};
 use crate::executor::{Executor, Product};
-use crate::kernel::{Kernel, exp};
+use crate::kernel::{Kernel, Loops, exp};
 use crate::model::parts::{Dense, Shared};
 use crate::tensor::MatrixView;
 
@@ -42,11 +42,25 @@ pub(super) fn run(
     executor.linear(rows, &mut products)?;
     let kernel = Kernel::detect();
     for_each_chunk(executor, &mut inner, n_ff, &|row, inner| {
-        let pairs = inner.iter_mut().zip(&up[row * n_ff..]);
-        kernel.widely(|| pairs.for_each(|(gate, up)| *gate *= sigmoid(*gate) * up));
+        kernel.widely(SwiGlu { gate: inner, up: &up[row * n_ff..] });
     });
     executor.linear(view(&inner, n_ff)?, &mut [Product { weight: dense.down, out }])?;
     Ok(())
+}
+
+/// `gate = silu(gate) ⊙ up`.
+struct SwiGlu<'a> {
+    gate: &'a mut [f32],
+    up: &'a [f32],
+}
+
+impl Loops for SwiGlu<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for (gate, up) in self.gate.iter_mut().zip(self.up) {
+            *gate *= sigmoid(*gate) * up;
+        }
+    }
 }
 
 #[inline(always)]
