@@ -57,7 +57,11 @@ fn floats(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 16] {
 fn blocks_of_32(dtype: Dtype, weights: &[u8], act: Row<'_>) -> [f32; 8] {
     let mut lanes = [0f32; 8];
     for (b, block) in weights.chunks(dtype.block_bytes()).enumerate() {
-        let d = if dtype == Dtype::MXFP4 { (f32::from(block[0]) - 128.0).exp2() } else { half(block, 0) };
+        let d = match dtype {
+            Dtype::MXFP4 if block[0] == 255 => f32::INFINITY,
+            Dtype::MXFP4 => (f32::from(block[0]) - 128.0).exp2(),
+            _ => half(block, 0),
+        };
         let dot: i32 = (0..32).map(|i| code(dtype, block, i) * i32::from(act.codes[32 * b + i])).sum();
         lanes[b % 8] = (d * act.scales[b]).mul_add(dot as f32, lanes[b % 8]);
     }

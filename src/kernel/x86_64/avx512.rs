@@ -5,6 +5,7 @@
 //! decoded, four weight rows at a time. With many, sixteen weight rows are decoded once and turned, so that a
 //! register holds four weights of each, and every activation row passes by: no sum across lanes is left.
 
+mod floats;
 mod large;
 mod small;
 
@@ -13,9 +14,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::{Avx2, Codes};
-use crate::kernel::Output;
 use crate::kernel::activations::Activations;
 use crate::kernel::wide;
+use crate::kernel::{Output, TILE_ROWS};
 use crate::tensor::{Dtype, WeightView};
 use large::Large;
 use small::Small;
@@ -82,8 +83,60 @@ impl Avx512 {
             Dtype::Q4_K => self.run::<Large<large::Q4K>>(weight, o_range, acts, rows, to),
             Dtype::Q5_K => self.run::<Large<large::Q5K>>(weight, o_range, acts, rows, to),
             Dtype::Q6_K => self.run::<Large<large::Q6K>>(weight, o_range, acts, rows, to),
-            _ => self.0.multiply(weight, o_range, acts, rows, to),
+            Dtype::F16 => self.floats::<floats::F16>(weight, o_range, acts, rows, to),
+            Dtype::BF16 => self.floats::<floats::Bf16>(weight, o_range, acts, rows, to),
+            _ => self.floats::<floats::F32>(weight, o_range, acts, rows, to),
         }
+    }
+
+    /// A plain type. A few tens of KiB of weights stay in the first cache while all activation rows pass by.
+    fn floats<T: floats::Float>(
+        self,
+        weight: WeightView<'_>,
+        o_range: Range<usize>,
+        acts: &Activations,
+        rows: &[u32],
+        mut to: Output<'_>,
+    ) {
+        let (fours, rest) = rows.as_chunks::<4>();
+        let (twos, one) = rest.as_chunks::<2>();
+        for tile in o_range.clone().step_by(TILE_ROWS) {
+            let tile = tile..o_range.end.min(tile + TILE_ROWS);
+            let at = tile.start - o_range.start;
+            let mut m = 0;
+            for rows in fours {
+                m = self.float_tile::<T, 4>(weight, tile.clone(), acts, rows, m, at, &mut to);
+            }
+            for rows in twos {
+                m = self.float_tile::<T, 2>(weight, tile.clone(), acts, rows, m, at, &mut to);
+            }
+            for &row in one {
+                m = self.float_tile::<T, 1>(weight, tile.clone(), acts, &[row], m, at, &mut to);
+            }
+        }
+    }
+
+    /// Weight rows `tile` times the activation rows `rows`, the `m`-th and on; returns the next `m`.
+    #[allow(clippy::too_many_arguments)]
+    fn float_tile<T: floats::Float, const A: usize>(
+        self,
+        weight: WeightView<'_>,
+        tile: Range<usize>,
+        acts: &Activations,
+        rows: &[u32; A],
+        m: usize,
+        at: usize,
+        to: &mut Output<'_>,
+    ) -> usize {
+        let acts = rows.map(|row| acts.row(row));
+        for first in tile.clone().step_by(4) {
+            let n = 4.min(tile.end - first);
+            let rows = std::array::from_fn(|r| weight.row(first + r.min(n - 1)).as_ptr());
+            // SAFETY: `self` proves that the CPU has the features, and the rows are `n_in` long.
+            let sums = unsafe { floats::few::<T, A>(&rows, weight.n_in(), &acts) };
+            write(sums, m, at + first - tile.start, n, to);
+        }
+        m + A
     }
 
     /// One type: by fours of weight rows, or by sixteens that are turned.

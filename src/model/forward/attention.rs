@@ -6,11 +6,11 @@ use super::ForwardError;
 use super::dense::sigmoid;
 use super::memory::KvCache;
 use super::rope::Angles;
-use super::rows::{add_to_each, add_weighted, dot, for_each_chunk, norm_each, view};
+use super::rows::{add_to_each, add_weighted, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
-use crate::kernel::{Kernel, Loops, exp};
+use crate::kernel::{Activations, Form, Kernel, Loops, exp};
 use crate::model::parts::{Attention, RmsNorm};
-use crate::tensor::MatrixView;
+use crate::tensor::{Dtype, MatrixView, WeightView};
 
 /// Appends `rows`, `[m, n_embd]` from `position` on, to the cache, and puts what they attend to in `out`.
 pub(super) fn run(
@@ -44,7 +44,7 @@ pub(super) fn run(
     norm_and_rotate(executor, attention.k_norm.as_ref(), angles, head_dim, kv_width, &mut k);
     cache.append(position, &k, &v);
 
-    let (group, kernel) = (n_head / n_head_kv, Kernel::detect());
+    let group = n_head / n_head_kv;
     let row_tile = QUERIES.div_ceil(group).min(m);
     let n_tiles = m.div_ceil(row_tile);
     // [n_head_kv, n_tiles, row_tile, group, head_dim]: what one piece makes lies together.
@@ -52,23 +52,22 @@ pub(super) fn run(
     for_each_chunk(executor, &mut tiles, row_tile * group * head_dim, &|piece, out| {
         let (head, tile) = (piece / n_tiles, piece % n_tiles);
         let rows = tile * row_tile..m.min((tile + 1) * row_tile);
-        let first = |row: usize| (row * n_head + head * group) * head_dim;
-        let queries =
-            rows.clone().flat_map(|row| q[first(row)..first(row) + group * head_dim].chunks_exact(head_dim));
-        let seen = rows.flat_map(|row| {
+        let width = group * head_dim;
+        let mut queries = Vec::with_capacity(rows.len() * width);
+        let mut seen = Vec::with_capacity(rows.len() * group);
+        for row in rows {
+            queries.extend_from_slice(&q[row * q_width + head * width..][..width]);
             let last = position + row + 1;
             let first = attention.window.map_or(0, |window| last.saturating_sub(window));
-            std::iter::repeat_n(first..last, group)
-        });
-        let sinks = attention.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]);
-        let queries: Vec<Query<'_>> = queries
-            .zip(seen)
-            .enumerate()
-            .map(|(i, (query, seen))| Query { query, seen, sink: sinks.map(|sinks| sinks[i % group]) })
-            .collect();
-        let (past, out) = (cache.head(head), &mut out[..queries.len() * head_dim]);
-        let (keys, values, scale) = (&past.keys, &past.values, attention.scale);
-        kernel.widely(Attend { queries: &queries, keys, values, scale, out });
+            seen.extend((head * group..(head + 1) * group).map(|head| Seen {
+                positions: first..last,
+                sink: attention.sinks.as_ref().map(|sinks| sinks[head]),
+            }));
+        }
+        let past = cache.head(head);
+        let past = Past { keys: &past.keys, values: &past.values };
+        let n = queries.len();
+        attend_all(&queries, &seen, past, attention.scale, &mut out[..n]);
     });
     let mut heads = vec![0.0; m * q_width];
     for (i, out) in heads.chunks_exact_mut(group * head_dim).enumerate() {
@@ -117,50 +116,69 @@ const QUERIES: usize = 32;
 /// Positions that are dealt with at once: keys or values of so many stay in the first cache.
 const POSITIONS: usize = 32;
 
-/// A query, the positions that it sees, and one more score whose value is zero.
-struct Query<'a> {
-    query: &'a [f32],
-    seen: Range<usize>,
+/// Which positions a query sees, and one more score whose value is zero.
+struct Seen {
+    positions: Range<usize>,
     sink: Option<f32>,
 }
 
-/// What queries of the same keys and values attend to: `out` is `[queries.len(), _]`, see [`attend`].
-struct Attend<'a> {
-    queries: &'a [Query<'a>],
+/// What `queries`, `[seen.len(), key_dim]`, of the same keys and values attend to: `out` is `[seen.len(), _]`.
+fn attend_all(queries: &[f32], seen: &[Seen], past: Past<'_>, scale: f32, out: &mut [f32]) {
+    let key_dim = queries.len() / seen.len().max(1);
+    let first = seen.iter().map(|seen| seen.positions.start).min().unwrap_or(0);
+    let last = seen.iter().map(|seen| seen.positions.end).max().unwrap_or(0);
+    let n_keys = past.keys.len() / key_dim.max(1);
+    let keys = WeightView::new(Dtype::F32, key_dim, n_keys, bytemuck::cast_slice(past.keys));
+    let (Some(keys), Some(rows)) = (keys, MatrixView::new(queries, seen.len(), key_dim)) else { return };
+    let kernel = Kernel::detect();
+    let mut acts = Activations::default();
+    acts.quantize(kernel, Form::F32, rows);
+    let every: Vec<u32> = (0..seen.len() as u32).collect();
+    let mut scores = vec![0.0; seen.len() * (last - first)];
+    let multiplied = kernel.multiply(keys, first..last, &acts, &every, &mut scores);
+    debug_assert!(multiplied.is_ok(), "f32 needs no decoding");
+    kernel.widely(Combine { seen, first, values: past.values, n_keys, scale, scores: &mut scores, out });
+}
+
+/// Keys and values of every position so far; a row of values may be longer than what is made of it.
+#[derive(Clone, Copy)]
+struct Past<'a> {
     keys: &'a [f32],
     values: &'a [f32],
+}
+
+/// From the scores of positions `first` and on, `[seen.len(), _]`, to sums of values.
+struct Combine<'a> {
+    seen: &'a [Seen],
+    first: usize,
+    values: &'a [f32],
+    n_keys: usize,
     scale: f32,
+    scores: &'a mut [f32],
     out: &'a mut [f32],
 }
 
-impl Loops for Attend<'_> {
+impl Loops for Combine<'_> {
     #[inline(always)]
     fn run(self) {
-        let Attend { queries, keys, values, scale, out } = self;
-        let Some(n_key) = queries.first().map(|query| query.query.len()) else { return };
-        let width = out.len() / queries.len();
-        let n_value = values.len() / (keys.len() / n_key).max(1);
-        let first = queries.iter().map(|query| query.seen.start).min().unwrap_or(0);
-        let last = queries.iter().map(|query| query.seen.end).max().unwrap_or(0);
-        let n = last - first;
-        let mut scores = vec![0f32; queries.len() * n];
-        for block in (first..last).step_by(POSITIONS) {
-            for (Query { query, seen, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
-                for j in block.max(seen.start)..(block + POSITIONS).min(seen.end) {
-                    scores[j - first] = dot(query, &keys[j * n_key..(j + 1) * n_key]) * scale;
-                }
-            }
+        let Combine { seen, first, values, n_keys, scale, scores, out } = self;
+        let (n, width, n_value) =
+            (scores.len() / seen.len(), out.len() / seen.len(), values.len() / n_keys.max(1));
+        let mut sums = Vec::with_capacity(seen.len());
+        for (Seen { positions, sink }, scores) in seen.iter().zip(scores.chunks_exact_mut(n)) {
+            sums.push(exponentials(
+                &mut scores[positions.start - first..positions.end - first],
+                scale,
+                *sink,
+            ));
         }
         out.fill(0.0);
-        let mut sums = Vec::with_capacity(queries.len());
-        for (Query { seen, sink, .. }, scores) in queries.iter().zip(scores.chunks_exact_mut(n)) {
-            sums.push(exponentials(&mut scores[seen.start - first..seen.end - first], *sink));
-        }
-        for block in (first..last).step_by(POSITIONS) {
-            for ((Query { seen, .. }, scores), out) in
-                queries.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
+        for block in (first..first + n).step_by(POSITIONS) {
+            for ((seen, scores), out) in
+                seen.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
             {
-                let (start, end) = (block.max(seen.start), (block + POSITIONS).min(seen.end));
+                let start = block.max(seen.positions.start);
+                let end = (block + POSITIONS).min(seen.positions.end);
                 if start < end {
                     let values = &values[start * n_value..end * n_value];
                     add_weighted(out, &scores[start - first..end - first], values);
@@ -174,9 +192,12 @@ impl Loops for Attend<'_> {
     }
 }
 
-/// Turns scores into `exp(score − max)` and gives their sum, which has the sink's as well.
+/// Turns products into `exp(scale · product − max)` and gives their sum, which has the sink's as well.
 #[inline(always)]
-fn exponentials(scores: &mut [f32], sink: Option<f32>) -> f64 {
+fn exponentials(scores: &mut [f32], scale: f32, sink: Option<f32>) -> f64 {
+    for score in scores.iter_mut() {
+        *score *= scale;
+    }
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut largest = [f32::NEG_INFINITY; 16];
     let (runs, tail) = scores.as_chunks::<16>();
@@ -200,6 +221,6 @@ fn exponentials(scores: &mut [f32], sink: Option<f32>) -> f64 {
 /// `out = Σ_j softmax(scale · query·key_j) · value_j` over all positions, `j` ascending. A row of `values` may be longer
 /// than `out`, which takes its beginning.
 pub(super) fn attend(query: &[f32], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
-    let query = Query { query, seen: 0..keys.len() / query.len(), sink: None };
-    Kernel::detect().widely(Attend { queries: &[query], keys, values, scale, out });
+    let seen = Seen { positions: 0..keys.len() / query.len(), sink: None };
+    attend_all(query, &[seen], Past { keys, values }, scale, out);
 }

@@ -81,20 +81,6 @@ pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
     lanes.iter().sum::<f64>() + tail.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>()
 }
 
-/// `Σ a·b` in sixteen interleaved sums, which compilers turn into vectors, halves folded onto each other.
-#[inline(always)]
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0f32; 16];
-    let ((a_runs, a_tail), (b_runs, b_tail)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
-    for (a, b) in a_runs.iter().zip(b_runs) {
-        lanes = std::array::from_fn(|i| lanes[i] + a[i] * b[i]);
-    }
-    let eight: [f32; 8] = std::array::from_fn(|i| lanes[i] + lanes[i + 8]);
-    let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
-    let sum = (four[0] + four[2]) + (four[1] + four[3]);
-    sum + a_tail.iter().zip(b_tail).map(|(a, b)| a * b).sum::<f32>()
-}
-
 /// `out += Σ_j weights[j] · rows[j]`, `j` ascending for every value; rows are `[weights.len(), n]` with `n` at least
 /// `out.len()`, and what they have beyond that is left out.
 #[inline(always)]
