@@ -8,7 +8,7 @@ use orkpack::executor::cpu::{Call, CpuExecutor, KernelMode};
 use orkpack::executor::{
     Executor, ExecutorError, ExpertBank, Product, Routing, Weight, WeightId, WeightTable,
 };
-use orkpack::kernel::{Activations, Form, Kernel, Path};
+use orkpack::kernel::{Activations, Form, Kernel, Path, exp};
 use orkpack::tensor::{
     Dtype, MatrixView, Metadata, Place, SourceError, TensorInfo, TensorSource, WeightView,
 };
@@ -463,7 +463,7 @@ impl Small {
         let bank = self.table.bank(LAYER).unwrap();
         let gate = self.product(&bank.gate[expert.index()], mode, row);
         let up = self.product(&bank.up[expert.index()], mode, row);
-        let hidden: Vec<f32> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let hidden: Vec<f32> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + exp(-g)) * u).collect();
         let out = self.product(&bank.down[expert.index()], mode, &hidden);
         (hidden, out)
     }

@@ -5,6 +5,8 @@
 //! sign to the activations. No pair of products saturates 16 bits, as activations are never −128.
 
 #![allow(unsafe_code)]
+// Several arrays are walked by one number, and closures that are handed on are not compiled for this CPU.
+#![allow(clippy::needless_range_loop)]
 
 mod avx512;
 mod floats;

@@ -4,6 +4,7 @@
 //! cargo bench                                     load, plan and kernels
 //! cargo bench -- kernels                          one part: load, plan, kernels
 //! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files
+//! cargo bench -- --model X.gguf --busy            one thread, by processor time: for a machine that is not idle
 //! ORKPACK_PEER_PYTHON=…/python cargo bench -- …   beside llama.cpp, as that Python's llama-cpp-python has it
 //! ```
 //! Machines are noisy: everything is run several times, the sides by turns, and medians are printed.
@@ -23,6 +24,10 @@ mod support {
     pub mod routed;
 }
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
 fn main() {
     let mut parts: Vec<String> = std::env::args().skip(1).filter(|part| part != "--bench").collect();
     let model = parts.iter().position(|part| part == "--model").map(|at| {
@@ -30,6 +35,9 @@ fn main() {
         parts.drain(at..at + 2);
         std::path::PathBuf::from(model)
     });
+    let before = parts.len();
+    parts.retain(|part| part != "--busy");
+    BUSY.store(parts.len() < before, Ordering::Relaxed);
     let wanted = |part: &str| parts.is_empty() || parts.iter().any(|wanted| wanted == part);
     if let Some(model) = model {
         speed::bench(&model, wanted);
@@ -60,9 +68,22 @@ fn spread(values: &[f64]) -> String {
     format!("{:.1} ({least:.1}–{most:.1})", median(values.to_vec()))
 }
 
-/// Seconds that something takes.
+/// Whether a busy machine is measured: by the time that this thread, and the peer, had a processor.
+static BUSY: AtomicBool = AtomicBool::new(false);
+
+/// Seconds that something takes; on a busy machine, of this thread's processor.
 fn seconds<T>(of: impl FnOnce() -> T) -> f64 {
-    let began = std::time::Instant::now();
+    let now = || match BUSY.load(Ordering::Relaxed) {
+        true => {
+            let text =
+                std::fs::read_to_string("/proc/thread-self/schedstat").expect("a Linux kernel's statistics");
+            text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") * 1e-9
+        }
+        false => START.get_or_init(Instant::now).elapsed().as_secs_f64(),
+    };
+    let began = now();
     std::hint::black_box(of());
-    began.elapsed().as_secs_f64()
+    now() - began
 }
+
+static START: OnceLock<Instant> = OnceLock::new();

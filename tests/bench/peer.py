@@ -11,20 +11,23 @@ import time
 
 import llama_cpp as llama
 
+# On a busy machine what counts is the time on a processor.
+clock = time.process_time if sys.argv[1:] == ["busy"] else time.perf_counter
+
 
 class Peer:
     def load(self, path, n_ctx):
         llama.llama_backend_init()
         self.quiet = llama.llama_log_callback(lambda level, text, data: None)
         llama.llama_log_set(self.quiet, ctypes.c_void_p(0))
-        began = time.perf_counter()
+        began = clock()
         self.model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = 512
         self.context = llama.llama_init_from_model(self.model, params)
         self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
-        return time.perf_counter() - began
+        return clock() - began
 
     def run(self, n_tokens):
         tokens = (llama.llama_token * n_tokens)(*((7 + 31 * i) % self.n_vocab for i in range(n_tokens)))
@@ -37,9 +40,9 @@ class Peer:
 
     def prefill(self, n_tokens, n_threads):
         self.clear(n_threads)
-        began = time.perf_counter()
+        began = clock()
         self.fill(n_tokens)
-        return time.perf_counter() - began
+        return clock() - began
 
     def decode(self, n_tokens, n_threads):
         return self.at(1, n_tokens, n_threads)
@@ -48,10 +51,10 @@ class Peer:
         self.clear(n_threads)
         self.fill(position)
         self.run(1)
-        began = time.perf_counter()
+        began = clock()
         for _ in range(n_tokens):
             self.run(1)
-        return time.perf_counter() - began
+        return clock() - began
 
     def fill(self, n_tokens):
         for first in range(0, n_tokens, 512):

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::Ordering;
 
 pub struct Peer {
     child: Child,
@@ -17,6 +18,7 @@ impl Peer {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/bench/peer.py");
         let mut child = Command::new(python)
             .arg(script)
+            .arg(if crate::BUSY.load(Ordering::Relaxed) { "busy" } else { "idle" })
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())

@@ -28,7 +28,8 @@ pub fn bench(path: &Path, wanted: impl Fn(&str) -> bool) {
         println!("peer: loaded in {took:.2} s (measured here)");
     }
     println!("{}: tokens/s, median (least–most) of {RUNS}, measured here", path.display());
-    for n_threads in [1, 2] {
+    let busy = crate::BUSY.load(std::sync::atomic::Ordering::Relaxed);
+    for n_threads in if busy { 1..=1 } else { 1..=2 } {
         let options = Options { threads: Some(n_threads), ..Options::default() };
         let runtime = Runtime::open(path, options).expect("a model");
         runtime.prefault();

@@ -222,7 +222,7 @@ impl Block for Q6K {
             unsafe { (load64(block.add(part / 2 * 64)), twice32(block.add(128 + part / 2 * 32))) };
         let low = _mm512_set1_epi8(15);
         // The 2 bits of the first 32 weights and those of the others, moved to bits 4 and 5.
-        let (lower, upper) = if part % 2 == 0 {
+        let (lower, upper) = if part.is_multiple_of(2) {
             let left = _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2);
             (_mm512_and_si512(lower, low), _mm512_sllv_epi64(upper, left))
         } else {
