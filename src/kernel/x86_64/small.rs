@@ -133,7 +133,7 @@ pub(super) fn dot<T: Block, const A: usize>(weights: &[u8], acts: [Row<'_>; A]) 
         }
     }
     for a in 0..A {
-        if n % 8 > 0 {
+        if !n.is_multiple_of(8) {
             // SAFETY: eight floats are read from an array of eight.
             lanes[a] = unsafe { _mm256_loadu_ps(rest[a].as_ptr()) };
         }
