@@ -1,8 +1,8 @@
 //! Measurements, as ratios or beside a limit of the same run: `cargo bench`. Nothing here asserts.
 //!
 //! ```text
-//! cargo bench                                     load, plan and kernels
-//! cargo bench -- kernels                          one part: load, plan, kernels
+//! cargo bench                                     load, plan, kernels and hits
+//! cargo bench -- kernels                          one part of these
 //! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files
 //! cargo bench -- --model X.gguf --busy            one thread, by processor time: for a machine that is not idle
 //! ORKPACK_PEER_PYTHON=…/python cargo bench -- …   beside llama.cpp, as that Python's llama-cpp-python has it
@@ -12,6 +12,7 @@
 #![allow(clippy::print_stdout)]
 
 mod files;
+mod hits;
 mod kernels;
 mod load;
 mod peer;
@@ -21,6 +22,8 @@ mod speed;
 #[allow(dead_code)]
 mod support {
     pub mod gguf_builder;
+    pub mod hits;
+    pub mod recorder;
     pub mod routed;
 }
 
@@ -46,9 +49,9 @@ fn main() {
         }
         return;
     }
-    for (part, bench) in
-        [("load", load::bench as fn()), ("plan", plan::bench as fn()), ("kernels", kernels::bench as fn())]
-    {
+    let benches: [(&str, fn()); 4] =
+        [("load", load::bench), ("plan", plan::bench), ("kernels", kernels::bench), ("hits", hits::bench)];
+    for (part, bench) in benches {
         if wanted(part) {
             bench();
         }
