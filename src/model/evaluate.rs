@@ -129,6 +129,7 @@ pub struct Comparison {
     n_agreeing: u64,
     sum_kl: f64,
     max_kl: f64,
+    max_logit_error: f32,
     first_difference: Option<Difference>,
 }
 
@@ -156,6 +157,8 @@ impl Comparison {
         let kl = divergence(reference, other);
         self.sum_kl += kl;
         self.max_kl = self.max_kl.max(kl);
+        let errors = reference.iter().zip(other).map(|(reference, other)| (reference - other).abs());
+        self.max_logit_error = errors.fold(self.max_logit_error, f32::max);
         self.n_positions += 1;
     }
 
@@ -177,6 +180,11 @@ impl Comparison {
     /// The largest divergence of any position, in nats.
     pub fn max_kl(&self) -> f64 {
         self.max_kl
+    }
+
+    /// The largest distance between two logits of one token; 0 where nothing was fed.
+    pub fn max_logit_error(&self) -> f32 {
+        self.max_logit_error
     }
 
     /// The first position at which the two prefer different tokens.

@@ -198,6 +198,7 @@ impl From<&Comparison> for ComparisonPart {
             top1_agreement: comparison.top1_agreement(),
             mean_kl: comparison.mean_kl(),
             max_kl: comparison.max_kl(),
+            max_logit_error: comparison.max_logit_error(),
             first_difference: comparison.first_difference().map(|difference| difference.position),
         }
     }
@@ -252,6 +253,8 @@ pub struct ComparisonPart {
     pub mean_kl: f64,
     /// Largest of these.
     pub max_kl: f64,
+    /// Largest distance between two logits of one token.
+    pub max_logit_error: f32,
     /// The first position with another likeliest token.
     pub first_difference: Option<u64>,
 }
@@ -338,14 +341,15 @@ fn device_lines(device: &DevicePart) -> String {
 }
 
 fn comparison_lines(comparison: &ComparisonPart) -> String {
-    let ComparisonPart { positions, top1_agreement, mean_kl, max_kl, first_difference } = comparison;
+    let ComparisonPart { positions, top1_agreement, mean_kl, max_kl, max_logit_error, first_difference } =
+        comparison;
     let first = match first_difference {
         Some(position) => format!("first other token at position {position}"),
         None => "no other token".to_owned(),
     };
     format!(
         "compared with the all-CPU reference at {positions} positions: top-1 agreement {:.2} %, KL divergence {mean_kl:.2e} \
-         mean, {max_kl:.2e} at most, {first}\n",
+         mean, {max_kl:.2e} at most, logits off by {max_logit_error:.4} at most, {first}\n",
         100.0 * top1_agreement
     )
 }
