@@ -307,7 +307,7 @@ fn faulty(runtime: &Runtime, fault: Fault) -> Result<Engine, orkpack::error::Err
 }
 
 #[test]
-fn a_device_without_room_changes_no_bit_and_one_that_fails_its_probe_is_not_used() {
+fn case_h1_a_device_without_room_changes_no_bit_and_one_that_fails_its_probe_is_not_used() {
     let folder = folder();
     let (pack, prompt, expected) = all_hot(folder.path());
     let runtime = runtime(&pack, DeviceChoice::Sim, 2);

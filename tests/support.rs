@@ -11,6 +11,7 @@ pub mod naive_delta_net;
 pub mod naive_executor;
 pub mod naive_forward;
 pub mod packs;
+pub mod program;
 pub mod published;
 pub mod recorder;
 pub mod reference;

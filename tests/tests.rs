@@ -18,6 +18,7 @@ mod elsewhere;
 mod every_family;
 mod export;
 mod families;
+mod faults;
 mod formats;
 mod gguf;
 mod hits;

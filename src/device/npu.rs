@@ -5,7 +5,7 @@
 //! and adds K-slices up on the CPU. What would not fit is refused before the driver is asked.
 //!
 //! The last word of every row of results is marked beforehand with a value that no product has. If a mark is still
-//! there afterwards, the results never arrived. That, and a job that never ran, is tried once more after a reset; both
+//! there afterwards, the results never arrived. Nor did zeros, where the same row on the CPU gives something else. That, and a job that never ran, is tried once more after a reset; both
 //! happen on boards. Nothing else is repeated.
 
 mod batch;
@@ -18,6 +18,7 @@ use std::time::Duration;
 use super::port::{Buffer, CoreTasks, Direction, Port, Submission};
 use super::{Account, ChunkId, Device, DeviceError, DomainAccount, Job, PlacedPart, PortError};
 use crate::profile::DeviceProfile;
+use crate::tensor::MatrixView;
 use crate::tile::{PROGRAM_BYTES, PROGRAMS, Scratch, SubMatrix};
 use batch::{Batch, Piece};
 use program::Task;
@@ -31,11 +32,13 @@ const MARK: i32 = i32::MAX;
 
 /// The NPU behind a port.
 #[derive(Debug)]
-pub struct Npu<P> {
+pub struct Npu<P: Port> {
     port: P,
     profile: DeviceProfile,
     chunks: BTreeMap<ChunkId, Buffer>,
     scratch: BTreeMap<u32, Mapped>,
+    /// Buffers that the driver would not take back when it was asked.
+    kept: Vec<Buffer>,
     created: u32,
     domains: BTreeMap<u32, DomainAccount>,
     done: Account,
@@ -51,6 +54,23 @@ struct Mapped {
     c: Buffer,
 }
 
+impl Mapped {
+    fn buffers(&self) -> [Buffer; 4] {
+        [self.programs, self.tasks, self.a, self.c]
+    }
+}
+
+/// Nothing stays mapped, whoever owns the port.
+impl<P: Port> Drop for Npu<P> {
+    fn drop(&mut self) {
+        let scratch = std::mem::take(&mut self.scratch);
+        let chunks = std::mem::take(&mut self.chunks);
+        self.release(scratch.values().flat_map(Mapped::buffers).chain(chunks.into_values()));
+        // A domain that was busy a moment ago may be free now.
+        self.release([]);
+    }
+}
+
 impl<P: Port> Npu<P> {
     /// An NPU without chunks and scratch.
     pub fn new(port: P, profile: &DeviceProfile) -> Npu<P> {
@@ -59,6 +79,7 @@ impl<P: Port> Npu<P> {
             profile: profile.clone(),
             chunks: BTreeMap::new(),
             scratch: BTreeMap::new(),
+            kept: Vec::new(),
             created: 0,
             domains: BTreeMap::new(),
             done: Account::default(),
@@ -97,6 +118,17 @@ impl<P: Port> Npu<P> {
         self.port.destroy(buffer.id)?;
         self.held(buffer.domain).mappings -= 1;
         Ok(())
+    }
+
+    /// Gives buffers back. Those that the driver does not take now are given back with the next ones.
+    fn release(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+        let mut buffers: Vec<Buffer> = buffers.into_iter().collect();
+        buffers.append(&mut self.kept);
+        for buffer in buffers {
+            if self.destroy(buffer).is_err() {
+                self.kept.push(buffer);
+            }
+        }
     }
 
     /// Bytes that a buffer maps.
@@ -174,9 +206,7 @@ impl<P: Port> Npu<P> {
         for (domain, mapped) in self.scratch.iter().filter_map(other).collect::<Vec<_>>() {
             self.scratch.remove(&domain);
             self.held(domain).scratch_bytes -= mapped.sizes.total();
-            for buffer in [mapped.programs, mapped.tasks, mapped.a, mapped.c] {
-                self.destroy(buffer)?;
-            }
+            self.release(mapped.buffers());
         }
         for (domain, sizes) in wanted {
             if !self.scratch.contains_key(&domain) {
@@ -194,9 +224,7 @@ impl<P: Port> Npu<P> {
             match self.create(bytes[i], domain) {
                 Ok(buffer) => buffers[i] = Some(buffer),
                 Err(error) => {
-                    for buffer in buffers.into_iter().flatten() {
-                        self.destroy(buffer)?;
-                    }
+                    self.release(buffers.into_iter().flatten());
                     return Err(error);
                 }
             }
@@ -343,15 +371,35 @@ impl<P: Port> Npu<P> {
     fn collect(&mut self, mapped: &Mapped, batch: &Batch, jobs: &mut [Job<'_>]) -> Result<(), DeviceError> {
         let range = 0..batch.c_len;
         self.port.sync(mapped.c.id, range.clone(), Direction::FromDevice)?;
-        let mut missing = None;
-        self.port.read(mapped.c.id, range, &mut |bytes| {
+        let (mut missing, mut zeros) = (None, Vec::new());
+        self.port.read(mapped.c.id, range.clone(), &mut |bytes| {
             missing = batch.missing(MARK, bytes);
-            if missing.is_none() {
-                batch.collect(bytes, jobs);
-            }
+            zeros = batch.zeros(bytes, jobs);
         })?;
-        let (domain, programs) = (mapped.c.domain, batch.programs.len());
-        missing.map_or(Ok(()), |program| Err(DeviceError::Stale { domain, program, programs }))
+        for (program, row) in zeros {
+            let (piece, ..) = batch.programs[program];
+            if missing.is_none() && self.yields_something(&piece, row, jobs)? {
+                missing = Some(program);
+            }
+        }
+        if let Some(program) = missing {
+            let (domain, programs) = (mapped.c.domain, batch.programs.len());
+            return Err(DeviceError::Stale { domain, program, programs });
+        }
+        Ok(self.port.read(mapped.c.id, range, &mut |bytes| batch.collect(bytes, jobs))?)
+    }
+
+    /// Whether a row times a piece's weights, computed here, is anything but zeros.
+    fn yields_something(&mut self, piece: &Piece, row: usize, jobs: &[Job<'_>]) -> Result<bool, DeviceError> {
+        let (job, buffer) = (&jobs[piece.job], self.chunk(piece.chunk)?);
+        let row = MatrixView::new(job.rows.row(row), 1, job.rows.n_cols()).unwrap_or_default();
+        let (mut out, mut done) = (vec![0; job.matrix.n_out as usize], Ok(()));
+        let range = piece.offset..piece.offset + piece.part.bytes();
+        self.port.read(buffer.id, range, &mut |tiles| {
+            done = super::multiply_tiles(tiles, &piece.part, row, &mut out);
+        })?;
+        done?;
+        Ok(out.iter().any(|sum| *sum != 0))
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use super::hot::HotTable;
-use crate::device::{ChunkId, Device, DeviceMatrix, PlacedPart};
+use crate::device::{ChunkId, Device, DeviceError, DeviceMatrix, PlacedPart};
 use crate::error::Error;
 use crate::pack::{Chunk, Pack, PackError, Section, Tier, digest};
 
@@ -27,7 +27,7 @@ pub struct Loaded {
 
 /// Fills the device with the chunks that `hot` needs, and marks the matrices that are wholly there.
 ///
-/// A device that has no room for a chunk keeps what it has, one that has none for scratch does nothing; the matrices of
+/// A device that does not take a chunk keeps what it has, one that has no room for scratch does nothing; the matrices of
 /// the rest are computed on the CPU from the same tiles. `check` compares each chunk's digest with the index.
 ///
 /// # Errors
@@ -90,11 +90,20 @@ fn load_chunk(
         Err(error) => return Ok(Err(format!("chunk {number} of {}: {error}", section.len))),
     };
     let mut wrong = false;
-    device.fill_chunk(id, &mut |buffer| {
+    let filled = device.fill_chunk(id, &mut |buffer| {
         read(file, pack, section, buffer)?;
         wrong = check && section.digests.first() != Some(&digest(buffer));
         Ok(())
-    })?;
+    });
+    match filled {
+        Ok(()) => {}
+        Err(error @ DeviceError::Fill(_)) => return Err(error.into()),
+        Err(error) => {
+            // What it does not take back now it takes back when it is closed.
+            let _ = device.destroy_chunk(id);
+            return Ok(Err(format!("chunk {number} of {}: {error}", section.len)));
+        }
+    }
     if wrong {
         // Asking the pack itself yields the error that names section, offset and both digests.
         pack.check_section(chunk.section)?;

@@ -171,6 +171,20 @@ impl Batch {
         self.programs.iter().position(|(piece, _, at)| piece.results(results, *at).any(marked))
     }
 
+    /// Programs that left nothing but zeros for a row whose activations are something, and the first such row.
+    pub(super) fn zeros(&self, results: &[u8], jobs: &[Job<'_>]) -> Vec<(usize, usize)> {
+        let is_odd = |piece: &Piece, row: usize, sums: &[u8]| {
+            let SubMatrix { k0, k_len, n_len, .. } = piece.part;
+            let codes = &jobs[piece.job].rows.row(row)[k0 as usize..][..k_len as usize];
+            n_len > 0 && sums.iter().all(|byte| *byte == 0) && codes.iter().any(|code| *code != 0)
+        };
+        let of_program = |(program, (piece, _, at)): (usize, &(Piece, u64, u64))| {
+            let mut rows = (piece.row0..).zip(piece.results(results, *at));
+            rows.find(|(row, sums)| is_odd(piece, *row, sums)).map(|(row, _)| (program, row))
+        };
+        self.programs.iter().enumerate().filter_map(of_program).collect()
+    }
+
     /// Takes all results over into their jobs.
     pub(super) fn collect(&self, results: &[u8], jobs: &mut [Job<'_>]) {
         for (piece, _, at) in &self.programs {

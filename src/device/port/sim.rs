@@ -26,12 +26,21 @@ use memory::Memory;
 pub enum Fault {
     /// The n-th creation finds no addresses (EFAULT); later ones do.
     NoIovaAtCreate(u64),
+    /// The n-th creation finds no pages (ENOMEM); later ones do.
+    NoMemoryAtCreate(u64),
+    /// The n-th time that a domain is wanted, by a creation, a sync, a submission or a removal, it cannot be had
+    /// (EINVAL); later it can.
+    Busy(u64),
+    /// The n-th submission is refused (EINVAL).
+    Refused(u64),
     /// From the n-th submission on, nothing that is accepted ever runs.
     NeverRuns(u64),
     /// The n-th submission never runs; repeated after a reset, it does.
     Misses(u64),
     /// From the n-th submission on, results never arrive.
     StaleOutput(u64),
+    /// From the n-th submission on, results are zeros.
+    ZeroOutput(u64),
     /// The n-th submission does not end in time.
     TimeOut(u64),
     /// Weights are read with inputs and outputs of each block exchanged.
@@ -45,7 +54,9 @@ pub enum Fault {
 pub struct Counters {
     /// Buffers created, failures included.
     pub creates: u64,
-    /// Submissions accepted.
+    /// Times that a domain was wanted, failures included.
+    pub claims: u64,
+    /// Submissions, refused ones included.
     pub submissions: u64,
     /// Programs executed.
     pub programs: u64,
@@ -127,9 +138,13 @@ impl Sim {
 
     /// Makes something go wrong from now on.
     pub fn inject(&mut self, fault: Fault) {
-        let (creates, submissions) = (self.counters.creates, self.counters.submissions);
+        let Counters { creates, claims, submissions, .. } = self.counters;
         self.faults.push(match fault {
             Fault::NoIovaAtCreate(n) => Fault::NoIovaAtCreate(n + creates),
+            Fault::NoMemoryAtCreate(n) => Fault::NoMemoryAtCreate(n + creates),
+            Fault::Busy(n) => Fault::Busy(n + claims),
+            Fault::Refused(n) => Fault::Refused(n + submissions),
+            Fault::ZeroOutput(n) => Fault::ZeroOutput(n + submissions),
             Fault::NeverRuns(n) => Fault::NeverRuns(n + submissions),
             Fault::Misses(n) => Fault::Misses(n + submissions),
             Fault::StaleOutput(n) => Fault::StaleOutput(n + submissions),
@@ -159,6 +174,11 @@ impl Sim {
 
     /// Makes a domain the active one, as creating, destroying, syncing and submitting do.
     fn activate(&mut self, domain: u32) -> Result<(), PortError> {
+        self.counters.claims += 1;
+        let claim = self.counters.claims;
+        if self.has(|fault| *fault == Fault::Busy(claim)) {
+            return Err(PortError::Busy { domain, active: self.active });
+        }
         if domain == self.active {
             return Ok(());
         }
@@ -212,6 +232,7 @@ impl Sim {
         let mood = execute::Mood {
             wrong_order: self.has(|fault| *fault == Fault::WrongTileOrder),
             stale: self.has(|fault| matches!(fault, Fault::StaleOutput(n) if flight.number >= *n)),
+            zeros: self.has(|fault| matches!(fault, Fault::ZeroOutput(n) if flight.number >= *n)),
         };
         let programs: u32 = flight.cores.iter().map(|tasks| tasks.count).sum();
         let mut micros = self.rates.submit_us + self.rates.program_us * f64::from(programs - 1);
@@ -234,6 +255,9 @@ impl Port for Sim {
         let number = self.counters.creates;
         if self.has(|fault| *fault == Fault::NoIovaAtCreate(number)) {
             return Err(PortError::NoIova { domain, bytes });
+        }
+        if self.has(|fault| *fault == Fault::NoMemoryAtCreate(number)) {
+            return Err(PortError::NoMemory { bytes });
         }
         let buffer = self.memory.create(bytes, domain)?;
         self.clock.create_us += self.rates.create_us;
@@ -271,6 +295,9 @@ impl Port for Sim {
         self.activate(submission.domain)?;
         self.counters.submissions += 1;
         let number = self.counters.submissions;
+        if self.has(|fault| *fault == Fault::Refused(number)) {
+            return Err(PortError::Refused(format!("submission {number}")));
+        }
         self.flights.push(Flight {
             number,
             domain: submission.domain,
