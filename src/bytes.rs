@@ -6,7 +6,7 @@ mod cursor;
 mod map;
 
 pub use cursor::{Cursor, OutOfBounds};
-pub use map::{FileBytes, Io};
+pub use map::{FileBytes, Io, end_on_lost_pages};
 
 /// Rounds `value` up to a multiple of `step`; `None` when that leaves 64 bits or `step` is 0.
 pub fn align_up(value: u64, step: u64) -> Option<u64> {
