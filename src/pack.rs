@@ -27,7 +27,7 @@ pub use manifest::{
     Chunk, Cut, Index, Kind, LayoutId, Manifest, MatrixName, ModelDims, Part, Placement, ProjectionCode,
     Section, SourceFile, SourceTensor, SubMatrix, Tier,
 };
-pub use partial::{Existing, Partial};
+pub use partial::{Existing, Partial, discard_partials};
 pub use reader::Pack;
 pub use share::Giver;
 pub use writer::{Finished, Sink, Writer};

@@ -1,12 +1,15 @@
-//! The file a pack is written to before it bears its name: `<output>.partial`, locked, full length at once.
+//! The file an output is written to before it bears its name: `<output>.partial`, locked, full length at once.
 //!
 //! Whoever holds the lock owns the partial file, so two conversions cannot meet in one, and what a dead
 //! process left behind is cleared by the next. The output's name appears only when all bytes are on the disk.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags};
 use rustix::io::Errno;
@@ -25,6 +28,24 @@ pub enum Existing {
     Replace,
 }
 
+/// The longest name of a file that Linux takes, in bytes.
+const NAME_MAX: usize = 255;
+
+/// The partial files of this process.
+static OPEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn open_partials() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes every partial file of this process, which is about to end: nothing of its work is left then.
+pub fn discard_partials() {
+    for path in open_partials().iter() {
+        // Where this fails, the next conversion clears it.
+        let _ = fs::remove_file(path);
+    }
+}
+
 /// A locked partial file. Dropped before it is committed, it is removed.
 #[derive(Debug)]
 pub struct Partial {
@@ -41,19 +62,37 @@ impl Partial {
     /// # Errors
     ///
     /// [`PackError::Exists`] when the target is there and is to be kept, [`PackError::Busy`] when another
-    /// conversion writes to it, [`PackError::Io`] when the folder does not let us.
+    /// conversion writes to it, [`PackError::Io`] when the folder does not let us, or the target is something else
+    /// than a file.
     pub fn create(target: &Path, existing: Existing) -> Result<Partial, PackError> {
-        if existing == Existing::Keep && target.symlink_metadata().is_ok() {
+        Partial::with_mode(target, existing, 0o644)
+    }
+
+    /// As [`Partial::create`], for nobody else to read.
+    ///
+    /// # Errors
+    ///
+    /// As [`Partial::create`].
+    pub fn create_private(target: &Path, existing: Existing) -> Result<Partial, PackError> {
+        Partial::with_mode(target, existing, 0o600)
+    }
+
+    fn with_mode(target: &Path, existing: Existing, mode: u32) -> Result<Partial, PackError> {
+        let is_folder = target.is_dir() || target.as_os_str().as_bytes().ends_with(b"/");
+        if existing == Existing::Keep && !is_folder && target.symlink_metadata().is_ok() {
             return Err(PackError::Exists { path: target.to_owned() });
         }
-        if target.is_dir() {
-            let source = io::Error::from(io::ErrorKind::IsADirectory);
-            return Err(PackError::Io { what: "write", path: target.to_owned(), source });
+        let refuse = |source| Err(PackError::Io { what: "write", path: target.to_owned(), source });
+        if is_folder {
+            return refuse(io::ErrorKind::IsADirectory.into());
         }
-        let mut path = target.as_os_str().to_owned();
-        path.push(".partial");
-        let path = PathBuf::from(path);
-        let file = open_locked(&path)?;
+        // A name that a rename would take away from a device or a pipe.
+        if target.metadata().is_ok_and(|there| !there.is_file()) {
+            return refuse(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file"));
+        }
+        let path = partial_path(target);
+        let file = open_locked(&path, mode)?;
+        open_partials().insert(path.clone());
         Ok(Partial { file, path, target: target.to_owned(), existing, committed: false })
     }
 
@@ -89,6 +128,9 @@ impl Sink for Partial {
 
     /// Takes the whole length from the file system now, so that a full disk is known before the work.
     fn reserve(&mut self, len: u64) -> Result<(), PackError> {
+        if len == 0 {
+            return Ok(());
+        }
         // Going over this limit would end the process by a signal.
         if let Some(limit) = rustix::process::getrlimit(Resource::Fsize).current.filter(|limit| len > *limit)
         {
@@ -149,15 +191,27 @@ impl Drop for Partial {
             // Still locked, so it is ours. Where even this fails, the next conversion clears it.
             let _ = fs::remove_file(&self.path);
         }
+        open_partials().remove(&self.path);
     }
 }
 
+/// `<name>.partial`; a digest of the name where that would be too long for a name.
+fn partial_path(target: &Path) -> PathBuf {
+    let name = target.file_name().unwrap_or_default();
+    let mut partial = name.to_owned();
+    partial.push(".partial");
+    if partial.len() > NAME_MAX {
+        partial = format!("{}.partial", blake3::hash(name.as_bytes()).to_hex()).into();
+    }
+    target.with_file_name(partial)
+}
+
 /// Opens and locks a fresh file at `path`.
-fn open_locked(path: &Path) -> Result<File, PackError> {
+fn open_locked(path: &Path, mode: u32) -> Result<File, PackError> {
     let failed = |e| PackError::Io { what: "create", path: path.to_owned(), source: e };
     let busy = || PackError::Busy { path: path.to_owned() };
     loop {
-        let file = open(OpenOptions::new().create(true), path).map_err(failed)?;
+        let file = open(OpenOptions::new().create(true), path, mode).map_err(failed)?;
         lock(&file, busy, failed)?;
         // Between opening and locking, the one before us may have renamed or removed what we opened.
         let ours = file.metadata().map_err(failed)?;
@@ -171,7 +225,7 @@ fn open_locked(path: &Path) -> Result<File, PackError> {
         // Left by a process that is gone. A new file, since nothing of ours shrinks a file in place; the old
         // one stays locked until the new one is.
         fs::remove_file(path).map_err(failed)?;
-        match open(OpenOptions::new().create_new(true), path) {
+        match open(OpenOptions::new().create_new(true), path, mode) {
             Ok(fresh) => {
                 lock(&fresh, busy, failed)?;
                 return Ok(fresh);
@@ -182,9 +236,9 @@ fn open_locked(path: &Path) -> Result<File, PackError> {
     }
 }
 
-fn open(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+fn open(options: &mut OpenOptions, path: &Path, mode: u32) -> io::Result<File> {
     // Not through a link: it might lead to a file that is not ours to lock and clear.
-    options.read(true).write(true).mode(0o644).custom_flags(libc::O_NOFOLLOW).open(path)
+    options.read(true).write(true).mode(mode).custom_flags(libc::O_NOFOLLOW).open(path)
 }
 
 fn lock(

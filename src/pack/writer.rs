@@ -91,6 +91,15 @@ impl Writer {
         let layout = contents.layout()?;
         Writer::begin(Partial::create(output, existing)?, layout, contents)
     }
+
+    /// Begins a pack in a partial file that is locked already.
+    ///
+    /// # Errors
+    ///
+    /// [`PackError::Value`] and [`PackError::NoSpace`] as [`Writer::create`].
+    pub fn over(partial: Partial, contents: &Contents<'_>) -> Result<Writer, PackError> {
+        Writer::begin(partial, contents.layout()?, contents)
+    }
 }
 
 impl Writer<Cursor<Vec<u8>>> {
