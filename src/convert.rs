@@ -12,7 +12,7 @@ mod statistics;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::bytes::{Io, Limits};
 use crate::error::{AtFile, Error, Failure};
@@ -20,7 +20,7 @@ use crate::executor::WeightTable;
 use crate::model::{ModelShape, Outline};
 use crate::pack::verify::{Mode, verify};
 use crate::pack::{
-    Contents, Digest, Existing, FileContents, Finished, Giver, Layout, Manifest, Pack, PackError,
+    Contents, Digest, Existing, FileContents, Finished, Giver, Layout, Manifest, Pack, PackError, Partial,
     SourceTensor, Writer,
 };
 use crate::plan::{Objective, Plan, PlanRequest, Routing};
@@ -35,7 +35,7 @@ use fill::Errors;
 use output::refuse_same_file;
 
 pub use export::{export, export_paths};
-pub use output::{write_beside, write_private};
+pub use output::{check_output, write_beside, write_private};
 pub use prompts::Texts;
 pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
@@ -79,13 +79,16 @@ pub struct Request {
     pub allow_nonfinite: bool,
     /// Threads.
     pub n_threads: usize,
-    /// New statistics are kept beside the output, so that they need not be counted again.
+    /// New statistics are kept beside the output, so that they need not be counted again, and the output is locked
+    /// from the start. Not for a dry run, which writes nothing.
     pub keep_statistics: bool,
 }
 
 /// A conversion that is about to write: everything decided, nothing written.
 pub struct Prepared {
     request: Request,
+    /// The output, locked before the long work begins; [`Prepared::write`] takes it.
+    partial: Mutex<Option<Partial>>,
     opened: Opened,
     source: Arc<dyn TensorSource>,
     /// The tensors with their places in the GGUF, wherever they are read from now.
@@ -135,15 +138,20 @@ pub struct Outcome {
 pub fn prepare(mut request: Request, progress: &mut dyn Progress) -> Result<Prepared, Error> {
     let path = source::locate(&request.model).at(&request.model)?;
     request.model.clone_from(&path);
-    refuse_same_file(&source::files_of(&path), &request.output)?;
-    if request.existing == Existing::Keep && request.output.exists() {
-        return Err(Error::usage("exists already; --force replaces it").or_at(&request.output));
-    }
+    let mut inputs = source::files_of(&path);
+    inputs.extend(request.plan.iter().chain(request.choice.statistics.files()).cloned());
+    check_output(&inputs, &request.output, request.existing == Existing::Replace)?;
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     refuse_same_file(&opened.paths(), &request.output)?;
+    opened.files_read().iter().filter_map(|file| file.note()).for_each(|line| progress.note(&line));
     let source = opened.source();
     let outline = Outline::of(source.as_ref()).at(&path)?;
     let shape = outline.shape();
+    // Who writes to the same output, and a folder that cannot be written to, are met now and not hours later.
+    let partial = match request.keep_statistics {
+        true => Some(Partial::create(&request.output, request.existing).at(&request.output)?),
+        false => None,
+    };
     let (plan, statistics) = match &request.plan {
         Some(file) => (read_plan(file, shape, &request.choice.profile)?, None),
         None => {
@@ -182,6 +190,7 @@ pub fn prepare(mut request: Request, progress: &mut dyn Progress) -> Result<Prep
         original: opened.original_tensors(),
         opened,
         source,
+        partial: Mutex::new(partial),
         request,
     })
 }
@@ -252,7 +261,11 @@ impl Prepared {
     pub fn write(&self, progress: &mut dyn Progress) -> Result<Outcome, Error> {
         let output = &self.request.output;
         let contents = self.contents(self.request.thin)?;
-        let pack = Writer::create(output, &contents, self.request.existing);
+        let locked = self.partial.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let pack = match locked {
+            Some(partial) => Writer::over(partial, &contents),
+            None => Writer::create(output, &contents, self.request.existing),
+        };
         let mut pack = pack.map_err(|error| self.or_thin(error)).at(output)?;
         progress.begin("packing", pack.layout().file_len, Unit::Bytes);
         let given = self.giver()?;
@@ -280,6 +293,9 @@ impl Prepared {
             let (tiles, scales) = self.fill(chunk, &mut errors)?;
             pack.push_chunk(&tiles, &scales).at(output)?;
             progress.advance(chunk.bytes);
+        }
+        for file in self.opened.files_read() {
+            file.check_unchanged().at(file.path())?;
         }
         let Finished { root, file_len, .. } = pack.finish().at(output)?;
         progress.end();

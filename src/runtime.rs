@@ -111,6 +111,8 @@ pub struct Runtime {
     weights: Arc<WeightTable>,
     pool: Arc<Pool>,
     profile: Option<DeviceProfile>,
+    files: Vec<PathBuf>,
+    notes: Vec<String>,
 }
 
 impl Runtime {
@@ -133,10 +135,13 @@ impl Runtime {
     pub fn of(path: &Path, opened: Opened, options: Options) -> Result<Runtime, Error> {
         let source = opened.source();
         let model = Model::describe(source.as_ref()).at(path)?;
+        let files = opened.paths();
+        let mut notes: Vec<String> = opened.files_read().iter().filter_map(|file| file.note()).collect();
         let packed = match opened {
             Opened::Pack(packed) => Some(packed),
             Opened::Gguf(_) => None,
         };
+        notes.extend(packed.as_ref().and_then(|packed| packed.note()));
         if let (Some(packed), Check::Full) = (&packed, options.check) {
             let report = verify(packed.pack(), Mode::Full, &|_| ());
             if let Some(finding) = report.findings().next() {
@@ -153,7 +158,28 @@ impl Runtime {
         let threads = options.threads.unwrap_or_else(Pool::default_threads);
         let weights = Arc::clone(model.weights());
         let pool = Arc::new(Pool::new(threads));
-        Ok(Runtime { path: path.to_owned(), options, source, packed, model, weights, pool, profile })
+        Ok(Runtime {
+            path: path.to_owned(),
+            options,
+            source,
+            packed,
+            model,
+            weights,
+            pool,
+            profile,
+            files,
+            notes,
+        })
+    }
+
+    /// The files that it is read from.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.files
+    }
+
+    /// What a user should know of how it was opened, a line each.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The model.

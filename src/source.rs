@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::bytes::{Io, Limits};
+use crate::bytes::{FileBytes, Io, Limits};
 use crate::gguf::{GgufError, GgufSet, SetError, is_gguf};
 use crate::pack::{FileContents, Pack, PackError};
 use crate::tensor::{TensorInfo, TensorSource};
@@ -154,6 +154,14 @@ impl Opened {
                 paths.push(model.pack().file().path().to_owned());
                 paths
             }
+        }
+    }
+
+    /// The same files, open.
+    pub fn files_read(&self) -> Vec<&FileBytes> {
+        match self {
+            Opened::Gguf(set) => set.files().iter().map(|file| file.file()).collect(),
+            Opened::Pack(model) => model.files_read(),
         }
     }
 

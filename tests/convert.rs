@@ -13,6 +13,7 @@ use orkpack::tile::cut;
 
 use crate::support::gguf_builder::{MoeSpec, hollow_moe, shards, tiny_moe, tiny_moe_builder};
 use crate::support::models::{calibrate_beside, convert, folder, hits, model_in, profile, request};
+use crate::support::program;
 use crate::support::watch::peak_anonymous;
 
 const ALL: u64 = 1 << 30;
@@ -413,4 +414,44 @@ fn case_b2_a_cut_source_is_refused_before_anything_is_written() {
             assert_eq!((error.exit_code(), names(path)), (2, before.clone()));
         }
     }
+}
+
+/// A layout that is known is planned and packed with routing from elsewhere; nothing is guessed about how it would run.
+#[test]
+fn case_h13_an_unknown_architecture_is_told_what_is_supported() {
+    let folder = folder();
+    let path = folder.path();
+    let spec = MoeSpec { n_embd: 64, n_ff: 64, n_head: 2, n_head_kv: 1, ..MoeSpec::default() };
+    let known = tiny_moe(&spec);
+    calibrate_beside(&model_in(path, &known), &[1, 2, 3, 4]);
+    let renamed = |name: &[u8]| {
+        let mut bytes = known.clone();
+        while let Some(at) = bytes.windows(8).position(|window| window == b"qwen3moe") {
+            bytes[at..at + 8].copy_from_slice(name);
+        }
+        bytes
+    };
+    let model = path.join("unknown.gguf");
+    fs::write(&model, renamed(b"qwen9moe")).unwrap();
+    let convert = |more: &[&str]| {
+        let words = [&["convert", "unknown.gguf", "--objective", "hits"], more].concat();
+        program::run(program::ORKPACK, path, &words)
+    };
+    let said = program::refused(&convert(&[]));
+    assert!(said.contains("unknown.gguf: architecture `qwen9moe` is not supported"), "{said}");
+    for family in ["deepseek2", "gpt-oss", "lfm2moe", "qwen3moe", "qwen3next"] {
+        assert!(said.contains(family), "{said}");
+    }
+    let packed = convert(&["--routing", "model.routing.json", "--accept-foreign-statistics"]);
+    program::done(&packed);
+    let said = program::stderr(&packed);
+    assert!(said.contains("architecture qwen9moe is not one that ork-run can run"), "{said}");
+    program::done(&program::run(program::ORKPACK, path, &["verify", "unknown.orkpack"]));
+    let run = program::run(program::ORK_RUN, path, &["unknown.orkpack", "--tokens", "1"]);
+    assert!(program::refused(&run).contains("`qwen9moe` is not supported"));
+    // A name may hold anything; a terminal gets none of it.
+    fs::write(&model, renamed(b"a\x1b[31m\r\n")).unwrap();
+    let refused = convert(&[]);
+    assert!(!program::stderr(&refused).contains(['\u{1b}', '\r']), "{:?}", program::stderr(&refused));
+    program::refused(&refused);
 }

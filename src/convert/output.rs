@@ -1,11 +1,25 @@
 //! Files that appear whole or not at all, and never in the place of an input.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::{AtFile, Error};
+use crate::pack::{Existing, PackError, Partial, Sink};
+
+/// Refuses an output that is one of the inputs, or that is there already and not to be replaced.
+///
+/// # Errors
+///
+/// [`Error`] with the output's name.
+pub fn check_output(inputs: &[PathBuf], output: &Path, replace: bool) -> Result<(), Error> {
+    refuse_same_file(inputs, output)?;
+    if !replace && output.symlink_metadata().is_ok() {
+        return Err(Error::usage("exists already; --force replaces it").or_at(output));
+    }
+    Ok(())
+}
 
 /// Refuses an output that is an input in another spelling, by link or by path.
 pub(super) fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), Error> {
@@ -17,13 +31,13 @@ pub(super) fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), 
     Ok(())
 }
 
-/// Writes a small document whole or not at all: a temporary file in the same folder, synced, renamed.
+/// Writes a small document whole or not at all, in place of what was there.
 ///
 /// # Errors
 ///
 /// [`Error`] with the file's name.
 pub fn write_beside(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    write(path, bytes, 0o644)
+    write(Partial::create(path, Existing::Replace), bytes).at(path)
 }
 
 /// As [`write_beside`], for nobody else to read.
@@ -32,18 +46,12 @@ pub fn write_beside(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 ///
 /// [`Error`] with the file's name.
 pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    write(path, bytes, 0o600)
+    write(Partial::create_private(path, Existing::Replace), bytes).at(path)
 }
 
-fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let write = || -> std::io::Result<()> {
-        let permissions = fs::Permissions::from_mode(mode);
-        let mut file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
-        file.write_all(bytes)?;
-        file.as_file().sync_all()?;
-        file.persist(path).map_err(|error| error.error)?;
-        File::open(folder)?.sync_all()
-    };
-    write().at(path)
+fn write(partial: Result<Partial, PackError>, bytes: &[u8]) -> Result<(), PackError> {
+    let (mut partial, len) = (partial?, bytes.len() as u64);
+    partial.reserve(len)?;
+    partial.write_all(bytes).map_err(|error| partial.explain(error, len))?;
+    partial.commit()
 }

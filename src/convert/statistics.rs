@@ -41,6 +41,17 @@ pub enum StatisticsFrom {
     Prompts(Vec<PathBuf>),
 }
 
+impl StatisticsFrom {
+    /// The files that are named.
+    pub fn files(&self) -> &[PathBuf] {
+        match self {
+            StatisticsFrom::Found => &[],
+            StatisticsFrom::File(file) | StatisticsFrom::Imatrix(file) => std::slice::from_ref(file),
+            StatisticsFrom::Prompts(files) => files,
+        }
+    }
+}
+
 /// Statistics, and where they were found.
 #[derive(Clone, Debug)]
 pub struct FoundStatistics {
@@ -130,9 +141,13 @@ pub fn find_or_run(
         _ => Texts::BuiltIn,
     };
     let statistics = count(subject, texts, n_threads, progress)?;
-    let file = keep.filter(|path| !path.exists());
-    if let Some(path) = file {
-        write_beside(path, &statistics.to_json()?)?;
+    let mut file = keep.filter(|path| !path.exists());
+    if let Some(path) = file
+        && let Err(error) = write_beside(path, &statistics.to_json()?)
+    {
+        // They are in the pack too; a name that is too long, say, is no reason to stop.
+        progress.note(&format!("note: the routing statistics are not kept: {error}"));
+        file = None;
     }
     Ok(FoundStatistics { statistics, file: file.map(Path::to_owned), is_new: true })
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::bound::Bound;
 use super::{OpenError, open};
-use crate::bytes::{Io, Limits};
+use crate::bytes::{FileBytes, Io, Limits};
 use crate::gguf::Header;
 use crate::pack::{FileContents, Pack, SourceTensor};
 use crate::tensor::{Metadata, Place, SourceError, TensorInfo, TensorSource};
@@ -90,6 +90,16 @@ impl PackedModel {
             Weights::Bound(bound) => Some(bound.path()),
             _ => None,
         }
+    }
+
+    /// The files that it is read from.
+    pub fn files_read(&self) -> Vec<&FileBytes> {
+        let mut files = match &self.weights {
+            Weights::Bound(bound) => bound.model().files_read(),
+            _ => Vec::new(),
+        };
+        files.push(self.pack.file());
+        files
     }
 
     /// One line when the file that gives the tensors says something else about the model than the pack.
