@@ -20,11 +20,15 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::iterator::Signals;
 
 use crate::error::Error;
+use crate::pack::discard_partials;
 use crate::profile::DeviceProfile;
 use crate::source;
 use crate::threads::Pool;
@@ -35,7 +39,7 @@ use terminal::Terminal;
 /// The binary `orkpack`: parses `words` (the program's name first), does it, says how it went.
 pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
     finish(parse::<Orkpack>(words).and_then(|arguments| {
-        let interrupted = watch_interrupt()?;
+        let interrupted = watch_signals()?.pressed;
         match arguments.command {
             Command::Convert(arguments) => convert::convert(arguments, interrupted),
             Command::Plan(arguments) => plan::plan(arguments, interrupted),
@@ -53,7 +57,7 @@ pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 /// The binary `ork-run`.
 pub fn ork_run(words: impl IntoIterator<Item = OsString>) -> ExitCode {
-    finish(parse::<OrkRun>(words).and_then(|arguments| run::run(arguments, watch_interrupt()?)))
+    finish(parse::<OrkRun>(words).and_then(|arguments| run::run(arguments, &watch_signals()?)))
 }
 
 /// How a command ended when it did not fail: its exit code.
@@ -114,14 +118,40 @@ fn finish(done: Done) -> ExitCode {
     }
 }
 
-/// Ctrl-C asks the work to stop and clean up; pressed again, it ends the process at once.
-fn watch_interrupt() -> Result<Arc<AtomicBool>, Error> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupted))?;
-        signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
-    }
-    Ok(interrupted)
+/// What Ctrl-C does.
+struct Interrupt {
+    /// Somebody pressed it: work that looks here stops by itself, and cleans up.
+    pressed: Arc<AtomicBool>,
+    /// An answer is being given, which may take its time to stop.
+    is_answering: Arc<AtomicBool>,
+}
+
+/// How long work may take to see that it was interrupted, before it is ended.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// Ctrl-C asks the work to stop. What does not look in time is ended, and so is everything when it is pressed again.
+///
+/// Writing past a limit of file sizes, and reading what is no longer there, become errors instead of signals.
+fn watch_signals() -> Result<Interrupt, Error> {
+    crate::bytes::end_on_lost_pages()?;
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+    let interrupt = Interrupt { pressed: Arc::default(), is_answering: Arc::default() };
+    let (pressed, is_answering) = (Arc::clone(&interrupt.pressed), Arc::clone(&interrupt.is_answering));
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for _ in &mut signals {
+            if !pressed.swap(true, Ordering::Relaxed) {
+                if is_answering.load(Ordering::Relaxed) {
+                    continue;
+                }
+                std::thread::sleep(GRACE);
+            }
+            discard_partials();
+            // Without a word: stderr may be a pipe that nobody reads, and whoever writes to it holds its lock.
+            std::process::exit(130);
+        }
+    })?;
+    Ok(interrupt)
 }
 
 /// Threads of a command.

@@ -322,7 +322,8 @@ fn ctrl_c_ends_a_conversion_with_130_and_leaves_nothing() {
         .spawn()
         .unwrap();
     let partial = path.join("model.orkpack.partial");
-    while !partial.exists() {
+    // It is locked from the start, and has its length when the routing is known.
+    while !fs::metadata(&partial).is_ok_and(|partial| partial.len() > 0) {
         assert!(child.try_wait().unwrap().is_none(), "the conversion ended before it was interrupted");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }

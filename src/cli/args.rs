@@ -218,8 +218,8 @@ pub struct PlanArgs {
     /// Write the plan as one page for a browser, which needs no scripts and nothing from elsewhere
     #[arg(long, value_name = "FILE", conflicts_with = "plan")]
     pub report: Option<PathBuf>,
-    /// Replace an existing report
-    #[arg(long, requires = "report")]
+    /// Replace an existing plan or report
+    #[arg(long)]
     pub force: bool,
     /// Exit with 1 unless the plan is that many times as fast as the CPU alone, in decode or prefill
     #[arg(long, value_name = "X")]

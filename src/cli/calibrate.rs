@@ -9,9 +9,10 @@ use super::output::Output;
 use super::{Done, n_threads, terminal};
 use crate::bytes::{Io, Limits};
 use crate::calibrate::{self, Statistics};
-use crate::convert::{Subject, Texts, beside, count, write_beside};
+use crate::convert::{Subject, Texts, beside, check_output, count, write_beside};
 use crate::error::{AtFile, Error};
 use crate::model::Outline;
+use crate::report;
 use crate::source;
 
 /// From this share of experts on, those never seen are a fault of the text rather than of the experts.
@@ -21,7 +22,7 @@ pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done
     let CalibrateArgs { model: path, prompts, output, force, common } = arguments;
     let path = source::locate(&path).at(&path)?;
     let output = output.unwrap_or_else(|| beside(&path));
-    refuse_existing(&output, force)?;
+    check_output(&[source::files_of(&path), prompts.clone()].concat(), &output, force)?;
     let source = source::open(&path, Io::Map, &Limits::default()).at(&path)?.source();
     let outline = Outline::of_runnable(source.as_ref()).at(&path)?;
     let subject = Subject { path: &path, source: &source, outline: &outline, pack: None };
@@ -33,7 +34,7 @@ pub fn calibrate(arguments: CalibrateArgs, interrupted: Arc<AtomicBool>) -> Done
 
 pub fn merge(arguments: MergeArgs) -> Done {
     let MergeArgs { statistics, output, weights, force, common } = arguments;
-    refuse_existing(&output, force)?;
+    check_output(&statistics, &output, force)?;
     if !weights.is_empty() && weights.len() != statistics.len() {
         let (given, needed) = (weights.len(), statistics.len());
         return Err(Error::usage(format!("--weights has {given} weights for {needed} documents")).into());
@@ -46,13 +47,6 @@ pub fn merge(arguments: MergeArgs) -> Done {
     keep(&calibrate::merge(&documents)?, &output, common.json)
 }
 
-fn refuse_existing(output: &Path, force: bool) -> Result<(), Error> {
-    if !force && output.exists() {
-        return Err(Error::usage("exists already; --force replaces it").or_at(output));
-    }
-    Ok(())
-}
-
 fn keep(statistics: &Statistics, output: &Path, json: bool) -> Done {
     let document = statistics.to_json()?;
     write_beside(output, &document)?;
@@ -63,7 +57,7 @@ fn keep(statistics: &Statistics, output: &Path, json: bool) -> Done {
     let coverage = statistics.coverage();
     let mut text = format!(
         "{}: {} tokens, {} of {} experts never seen (measured)\n",
-        output.display(),
+        report::escape(&output.display().to_string()),
         coverage.tokens,
         coverage.never_seen.len(),
         coverage.n_experts

@@ -43,11 +43,12 @@ fn stop(error: io::Error) -> Stop {
     }
 }
 
-/// A line of words, unless `quiet`.
-pub fn say(quiet: bool, line: &str) {
+/// Lines of words, unless `quiet`. What a terminal would obey in them is made visible.
+pub fn say(quiet: bool, lines: &str) {
     if !quiet {
+        let mut err = stderr().lock();
         // A closed stderr is no reason to stop.
-        let _ = writeln!(stderr().lock(), "{line}");
+        let _ = lines.split('\n').try_for_each(|line| writeln!(err, "{}", report::escape(line)));
     }
 }
 

@@ -1,6 +1,5 @@
 //! `orkpack plan`.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -9,7 +8,9 @@ use super::convert::choice;
 use super::output::{Output, say};
 use super::{Done, n_threads, terminal, the_model_here};
 use crate::bytes::{Io, Limits};
-use crate::convert::{StatisticsFrom, Subject, find, find_or_run, limits, request, write_beside};
+use crate::convert::{
+    StatisticsFrom, Subject, check_output, find, find_or_run, limits, request, write_beside,
+};
 use crate::error::{AtFile, Error};
 use crate::model::Outline;
 use crate::plan::{Plan, Planner, Routing, Skew};
@@ -20,8 +21,8 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
     let common = &arguments.common;
     let path = arguments.model.clone().map_or_else(the_model_here, Ok)?;
     let path = source::locate(&path).at(&path)?;
-    if let Some(report) = &arguments.report {
-        check_report(report, &path, arguments.force)?;
+    for output in arguments.report.iter().chain(&arguments.output) {
+        check_output(&source::files_of(&path), output, arguments.force)?;
     }
     let opened = source::open(&path, Io::Map, &Limits::default()).at(&path)?;
     let source = opened.source();
@@ -77,18 +78,6 @@ pub fn plan(arguments: PlanArgs, interrupted: Arc<AtomicBool>) -> Done {
         say(common.quiet, &format!("report written to {}", report.display()));
     }
     finish(&arguments, &document, &source)
-}
-
-/// Refuses a report that would replace a file unasked, or the model.
-fn check_report(report: &Path, model: &Path, force: bool) -> Result<(), Error> {
-    let real = |path: &Path| path.canonicalize().ok();
-    if real(report).is_some() && real(report) == real(model) {
-        return Err(Error::usage("is the input itself; choose another report").or_at(report));
-    }
-    if report.exists() && !force {
-        return Err(Error::usage("exists already; --force replaces it").or_at(report));
-    }
-    Ok(())
 }
 
 /// Writes and prints what was planned, and says whether it gains as much as is required.

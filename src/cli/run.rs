@@ -14,8 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::args::{DeviceArg, IoArg, KernelArg, OrkRun, VerifyArg};
 use super::output::{Output, say};
-use super::{Done, Stop, board, terminal};
+use super::{Done, Interrupt, Stop, board, terminal};
 use crate::bytes::Io;
+use crate::convert;
 use crate::error::{AtFile, Error, Failure};
 use crate::executor::cpu::KernelMode;
 use crate::report::{self, PerplexityPart, RunDocument, TurnPart};
@@ -29,21 +30,24 @@ use talk::Talk;
 /// Context where neither the user nor a shorter model says otherwise.
 const DEFAULT_CONTEXT: usize = 4096;
 
-pub fn run(arguments: OrkRun, interrupted: Arc<AtomicBool>) -> Done {
+pub fn run(arguments: OrkRun, interrupt: &Interrupt) -> Done {
+    let interrupted = &interrupt.pressed;
     let runtime = Runtime::open(&arguments.file, options(&arguments)?)?;
-    let run = Run { runtime: &runtime, arguments: &arguments, interrupted: &interrupted };
+    let run = Run { runtime: &runtime, arguments: &arguments, interrupted };
+    for output in arguments.dump_logits.iter().chain(&arguments.session) {
+        convert::check_output(runtime.files(), output, true)?;
+    }
+    runtime.notes().iter().for_each(|line| say(run.is_quiet(), line));
     // What cannot be done is said before anything is loaded or computed.
     let task = run.task()?;
     if arguments.prefault {
         runtime.prefault();
     }
     let engine = if arguments.reference { runtime.reference()? } else { runtime.engine()? };
-    if let Some(line) = runtime.packed().and_then(|packed| packed.note()) {
-        say(run.is_quiet(), &line);
-    }
     say(run.is_quiet(), &arithmetic_line(&runtime, &engine, arguments.reference));
     say(run.is_quiet(), &run.context_line());
     let session = run.session(engine);
+    interrupt.is_answering.store(!matches!(task, Task::Bench | Task::Perplexity(_)), Ordering::Relaxed);
     let document = match task {
         Task::Bench => run.bench(session)?,
         Task::Perplexity(file) => run.perplexity(session, file)?,
@@ -226,7 +230,7 @@ impl<'a> Run<'a> {
         let reading = read(&mut session, turn, beside.as_mut())?;
         if let Some(path) = &self.arguments.dump_logits {
             let bytes: Vec<u8> = session.logits().iter().flat_map(|logit| logit.to_le_bytes()).collect();
-            fs::write(path, bytes).at(path)?;
+            convert::write_beside(path, &bytes)?;
         }
         let (answer, talk) = match talk {
             Some(mut talk) => {

@@ -37,8 +37,8 @@ pub fn routing(found: Option<&FoundStatistics>) -> String {
     let held_out = statistics.held_out.as_ref().map_or(0, |block| block.tokens);
     let tokens = statistics.calibration.tokens;
     let file = match (&found.file, found.is_new) {
-        (Some(file), true) => format!(", kept in {}", file.display()),
-        (Some(file), false) => format!(", from {}", file.display()),
+        (Some(file), true) => format!(", kept in {}", super::escape(&file.display().to_string())),
+        (Some(file), false) => format!(", from {}", super::escape(&file.display().to_string())),
         (None, _) => String::new(),
     };
     format!("{how} over {tokens} tokens, {held_out} held out (measured){file}")

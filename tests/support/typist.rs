@@ -100,7 +100,13 @@ impl Typist {
     }
 
     /// Waits for the end: the exit code, and what was on the screen without what moves the cursor.
-    pub fn end(mut self) -> (Option<i32>, String) {
+    pub fn end(self) -> (Option<i32>, String) {
+        let (code, screen) = self.end_raw();
+        (code, plain(&screen))
+    }
+
+    /// Waits for the end: the exit code, and everything that was written.
+    pub fn end_raw(mut self) -> (Option<i32>, String) {
         let began = Instant::now();
         while self.child.try_wait().unwrap().is_none() {
             if began.elapsed() > PATIENCE {
@@ -113,7 +119,7 @@ impl Typist {
         let code = self.child.wait().unwrap().code();
         self.reader.join().unwrap();
         let screen = String::from_utf8_lossy(&self.screen.lock().unwrap()).replace("\r\n", "\n");
-        (code, plain(&screen))
+        (code, screen)
     }
 }
 
