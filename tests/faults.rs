@@ -116,7 +116,7 @@ fn all_hot(folder: &Path) -> PathBuf {
     let model = model_in(folder, &tiny_moe(&spec));
     calibrate_beside(&model, &TOKENS);
     let mut request = request(&model, hits(1 << 30));
-    request.choice.profile.memory.chunk_bytes.value = 64 << 10;
+    request.choice.profile.memory.chunk_bytes.value = 128 << 10;
     convert(request).unwrap().1.output
 }
 
