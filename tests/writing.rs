@@ -313,7 +313,7 @@ fn case_g6_any_name_will_do() {
         fs::write(path.join(&model), &bytes).unwrap();
         let words = |words: &[&str], last: &[&OsString]| -> Vec<OsString> {
             let words = words.iter().map(OsString::from);
-            words.chain(last.iter().map(|word| OsString::from(word))).collect()
+            words.chain(last.iter().map(OsString::from)).collect()
         };
         let joined = |option: &str, value: &OsString| {
             let mut word = OsString::from(option);
