@@ -18,6 +18,7 @@ mod iq3_xxs;
 pub(crate) mod iq4_nl;
 mod iq4_xs;
 pub(crate) mod mxfp4;
+mod not_finite;
 mod q2_k;
 mod q3_k;
 mod q4_0;
@@ -34,6 +35,8 @@ mod tq2_0;
 use thiserror::Error;
 
 use crate::tensor::Dtype;
+
+pub use not_finite::{NotFinite, not_finite};
 
 /// One block format: `LEN` weights in `BYTES` bytes.
 pub trait Block<const LEN: usize, const BYTES: usize> {

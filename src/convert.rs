@@ -14,6 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::blocks::{NotFinite, not_finite};
 use crate::bytes::{Io, Limits};
 use crate::error::{AtFile, Error, Failure};
 use crate::executor::WeightTable;
@@ -32,11 +33,10 @@ use crate::tokenizer::Tokenizer;
 use crate::units::{Bytes, ExpertId, LayerId};
 use contents::{chunk_contents, cuts, manifest, matrices};
 use fill::Errors;
-use output::refuse_same_file;
 
 pub use export::{export, export_paths};
-pub use output::{check_output, write_beside, write_private};
-pub use prompts::Texts;
+pub use output::{check_output, refuse_same_file, write_beside, write_private};
+pub use prompts::{Texts, count_texts};
 pub use statistics::{FoundStatistics, StatisticsFrom, Subject, beside, count, find, find_or_run, limits};
 
 /// What decides the hot set.
@@ -126,8 +126,10 @@ pub struct Outcome {
     pub worst_error: Option<(MatrixId, f64)>,
     /// Mean of these errors.
     pub mean_error: f64,
-    /// Weights that were not finite and became zero.
+    /// Weights that were not finite and became zero in the int8 copies.
     pub n_clamped: u64,
+    /// Where the source rows hold NaN or infinity. They are carried as they are.
+    pub not_finite: Vec<NotFinite>,
 }
 
 /// Reads the model, finds or counts routing statistics, makes the plan.
@@ -269,8 +271,10 @@ impl Prepared {
         let mut pack = pack.map_err(|error| self.or_thin(error)).at(output)?;
         progress.begin("packing", pack.layout().file_len, Unit::Bytes);
         let given = self.giver()?;
+        let mut odd = Vec::new();
         for (number, tensor) in self.source.tensors().iter().enumerate() {
             check_interrupt(progress)?;
+            odd.extend(self.numbers(tensor)?);
             match given.as_ref().and_then(|(giver, tensors)| Some((giver, tensors.get(number)?))) {
                 Some((giver, tensor)) => pack.push_given(giver, tensor).at(output)?,
                 None => {
@@ -307,7 +311,18 @@ impl Prepared {
             mean_error: errors.mean(),
             worst_error: errors.worst,
             n_clamped: errors.n_clamped,
+            not_finite: odd,
         })
+    }
+
+    /// Where a tensor holds NaN or infinity: refused, unless that is allowed.
+    fn numbers(&self, tensor: &TensorInfo) -> Result<Vec<NotFinite>, Error> {
+        let model = &self.request.model;
+        let odd = not_finite(tensor, self.source.bytes(tensor.place).at(model)?);
+        match odd.first() {
+            Some(first) if !self.request.allow_nonfinite => Err(Failure::NotFinite(first.clone())).at(model),
+            _ => Ok(odd),
+        }
     }
 
     /// The fat pack that this one is made of: its tensors are checked, and need not be written twice.

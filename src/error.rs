@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::blocks::BlockError;
+use crate::blocks::{BlockError, NotFinite};
 use crate::calibrate::{CalibrateError, ImatrixError, MergeError, StatisticsError};
 use crate::chat::ChatError;
 use crate::device::DeviceError;
@@ -35,6 +35,9 @@ macro_rules! failures {
             /// An expert's matrix could not be quantised.
             #[error("{matrix}: {error}")]
             Quantize { matrix: String, error: QuantizeError },
+            /// Weights or scales are NaN or infinite.
+            #[error("{0}")]
+            NotFinite(NotFinite),
             /// Arguments that make no sense together, or files that are not what they were taken for.
             #[error("{0}")]
             Usage(String),
@@ -112,6 +115,10 @@ impl Error {
             Failure::Gguf(error) => error.hint(),
             Failure::Pack(error) => error.hint(),
             Failure::Open(error) => error.hint(),
+            Failure::NotFinite(_) => Some(
+                "the file is damaged or was badly quantised: get it again, or let --allow-nonfinite make zeros of them \
+                 in the NPU's copies",
+            ),
             _ => None,
         }
     }

@@ -82,6 +82,16 @@ pub fn per_channel(weights: MatrixView<'_, f32>) -> Result<Int8Matrix, QuantizeE
     Ok(Int8Matrix { codes, scales, n_in, n_out })
 }
 
+/// Sets what is not finite to zero and says how many that were: what a conversion does when it is told to go on.
+pub fn clamp(weights: &mut [f32]) -> u64 {
+    let mut n_clamped = 0;
+    for weight in weights.iter_mut().filter(|weight| !weight.is_finite()) {
+        *weight = 0.0;
+        n_clamped += 1;
+    }
+    n_clamped
+}
+
 /// Quantizes activation rows `[n_rows, n_cols]`, each with a scale of its own, into `out`.
 ///
 /// A row that holds a NaN or an infinity gets codes 0 and scale NaN, so that what is computed from it is NaN, as it

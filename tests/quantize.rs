@@ -19,7 +19,7 @@ fn view(data: &[f32], n_rows: usize) -> MatrixView<'_, f32> {
 }
 
 #[test]
-fn weights_are_rounded_half_to_even_with_a_scale_per_row() {
+fn case_f6_weights_are_rounded_half_to_even_with_a_scale_per_row() {
     let weights =
         [127.0, 0.5, 1.5, -0.5, -1.5, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, -1.0, 1.0, 0.5, -2.0, 0.0];
     let matrix = quantize::per_channel(view(&weights, 3)).unwrap();

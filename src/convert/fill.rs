@@ -55,16 +55,6 @@ fn slices<'t>(mut tiles: &'t mut [u8], groups: &[&[Placed]]) -> Vec<&'t mut [u8]
     slices
 }
 
-/// Sets what is not finite to zero and counts it.
-fn clamp(rows: &mut [f32]) -> u64 {
-    let mut n_clamped = 0;
-    for weight in rows.iter_mut().filter(|weight| !weight.is_finite()) {
-        *weight = 0.0;
-        n_clamped += 1;
-    }
-    n_clamped
-}
-
 impl Prepared {
     /// One chunk's tiles, and the scales of the matrices that begin in it, in the order of their first parts.
     pub(super) fn fill(&self, chunk: &Chunk, errors: &mut Errors) -> Result<(Vec<u8>, Vec<f32>), Error> {
@@ -104,7 +94,7 @@ impl Prepared {
         let bytes = self.source.bytes(weight.place).at(&self.request.model)?;
         let mut rows = vec![0.0; weight.n_in * weight.n_out];
         blocks::dequantize(weight.dtype, bytes, &mut rows).at(&self.request.model)?;
-        let n_clamped = if self.request.allow_nonfinite { clamp(&mut rows) } else { 0 };
+        let n_clamped = if self.request.allow_nonfinite { quantize::clamp(&mut rows) } else { 0 };
         let view = MatrixView::new(&rows, weight.n_out, weight.n_in)
             .ok_or_else(|| Error::usage(format!("{id} has no weights")))?;
         let matrix = quantize::per_channel(view).map_err(|error: QuantizeError| {

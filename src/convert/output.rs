@@ -22,7 +22,11 @@ pub fn check_output(inputs: &[PathBuf], output: &Path, replace: bool) -> Result<
 }
 
 /// Refuses an output that is an input in another spelling, by link or by path.
-pub(super) fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), Error> {
+///
+/// # Errors
+///
+/// [`Error`] with the output's name.
+pub fn refuse_same_file(inputs: &[PathBuf], output: &Path) -> Result<(), Error> {
     let identity = |path: &Path| fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()));
     let Some(output_is) = identity(output) else { return Ok(()) };
     if inputs.iter().any(|input| identity(input) == Some(output_is)) {

@@ -129,6 +129,15 @@ fn interleave(kinds: Vec<Vec<Prompt>>) -> Vec<Prompt> {
     spread.into_iter().map(|(.., prompt)| prompt).collect()
 }
 
+/// How many texts and conversations calibration would read of a file of this name and content.
+///
+/// # Errors
+///
+/// [`Error`] with file and line for what is no text.
+pub fn count_texts(file: &Path, bytes: &[u8]) -> Result<usize, Error> {
+    Ok(parse(file, bytes)?.len())
+}
+
 /// The texts of a file.
 fn parse(file: &Path, bytes: &[u8]) -> Result<Vec<Prompt>, Error> {
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);

@@ -8,6 +8,9 @@ use serde::Serialize;
 use crate::convert::{Outcome, Prepared, Sizes};
 use crate::units::Bytes;
 
+/// Matrices that are listed in text.
+const MOST_LINES: usize = 10;
+
 /// A finished conversion as JSON (schema: `formats/convert.schema.json`).
 #[derive(Clone, Debug, Serialize)]
 pub struct ConvertDocument {
@@ -35,8 +38,10 @@ pub struct ConvertDocument {
     pub mean_error: Option<f64>,
     /// The largest of these errors, measured; `null` where none were made.
     pub worst_error: Option<f64>,
-    /// Weights that were not finite and became zero.
+    /// Weights that were not finite and became zero in the int8 copies.
     pub clamped: u64,
+    /// Where the source rows hold NaN or infinity, a line for each matrix.
+    pub not_finite: Vec<String>,
     /// Where the routing statistics are; `null` when a plan was given.
     pub statistics: Option<String>,
     /// The plan's answer in one sentence.
@@ -62,6 +67,7 @@ impl ConvertDocument {
             mean_error: None,
             worst_error: None,
             clamped: 0,
+            not_finite: Vec::new(),
             statistics: found.map(|file| file.display().to_string()),
             verdict: plan.verdict.sentence.clone(),
         }
@@ -75,6 +81,7 @@ impl ConvertDocument {
             mean_error: outcome.worst_error.map(|_| outcome.mean_error),
             worst_error: outcome.worst_error.map(|(_, error)| error),
             clamped: outcome.n_clamped,
+            not_finite: outcome.not_finite.iter().map(ToString::to_string).collect(),
             ..ConvertDocument::dry(prepared, &outcome.output, outcome.file_len.0, sizes)
         }
     }
@@ -110,8 +117,19 @@ impl ConvertDocument {
                 100.0 * worst
             );
         }
-        if self.clamped > 0 {
-            let _ = writeln!(text, "  {} weights were not finite and became zero", self.clamped);
+        if !self.not_finite.is_empty() {
+            let matrices = super::counted(self.not_finite.len() as u64, "matrix", "matrices");
+            let clamped = self.clamped;
+            let _ = writeln!(
+                text,
+                "  {matrices} with NaN or infinity: {clamped} weights became zero for the NPU, source rows stay as they are"
+            );
+        }
+        for line in self.not_finite.iter().take(MOST_LINES) {
+            let _ = writeln!(text, "    {}", super::escape(line));
+        }
+        if let Some(more) = self.not_finite.len().checked_sub(MOST_LINES).filter(|more| *more > 0) {
+            let _ = writeln!(text, "    and {more} more (all with --json)");
         }
         text
     }

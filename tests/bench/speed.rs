@@ -142,7 +142,7 @@ fn calibration(runtime: &Runtime, path: &Path, n_threads: usize) {
     for _ in 0..3 {
         let texts = [text.clone()];
         let took = seconds(|| {
-            let cut = calibrate::Cut { window: 512, held_out_every: 4 };
+            let cut = calibrate::Cut { held_out_every: 4, ..calibrate::Cut::default() };
             calibrate::run(model, &mut executor, &texts, cut, &mut |_, _| std::ops::ControlFlow::Continue(()))
                 .map(drop)
                 .expect("counts")
