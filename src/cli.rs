@@ -12,6 +12,7 @@ mod export;
 mod inspect;
 mod output;
 mod plan;
+mod repair;
 mod run;
 mod terminal;
 mod verify;
@@ -46,6 +47,7 @@ pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Calibrate(arguments) => calibrate::calibrate(arguments, interrupted),
             Command::Merge(arguments) => calibrate::merge(arguments),
             Command::Verify(arguments) => verify::verify(arguments, interrupted),
+            Command::Repair(arguments) => repair::repair(arguments, interrupted),
             Command::Inspect(arguments) => inspect::inspect(arguments),
             Command::Export(arguments) => export::export(arguments, interrupted),
             Command::Demo(arguments) => demo::demo(arguments, interrupted),

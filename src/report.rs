@@ -9,6 +9,7 @@ mod exporting;
 mod inspection;
 mod page;
 mod planning;
+mod repairing;
 mod running;
 mod verification;
 
@@ -20,6 +21,7 @@ pub use exporting::{ExportDocument, ExportedPart};
 pub use inspection::{EntryPart, FilePart, FolderDocument, InspectDocument, Inspected, inspection};
 pub use page::page;
 pub use planning::{plan, routing};
+pub use repairing::RepairDocument;
 pub use running::{
     ComparisonPart, ContextPart, DevicePart, PerplexityPart, RunDocument, SpeedPart, TurnPart, run,
 };

@@ -348,7 +348,7 @@ fn a_pack_cut_anywhere_is_refused() {
 }
 
 #[test]
-fn bytes_before_or_behind_are_refused() {
+fn case_i4_bytes_before_or_behind_are_refused() {
     let pack = Sample::default().pack();
     assert_refused(open(&[&[0], &pack[..]].concat()).err(), "not a pack: begins with `\\x00\\x89ORKPAC`");
     assert_refused(open(&[&pack[..], &[0]].concat()).err(), "1 foreign bytes follow");
@@ -379,7 +379,7 @@ fn every_bit_of_header_and_index_is_guarded() {
             Ok(_) => panic!("bit {bit} is not guarded"),
         };
         let right = match bit / 8 {
-            0..8 => matches!(error, PackError::NotAPack { .. }),
+            0..8 => matches!(error, PackError::Magic { .. }),
             8..PAGE => matches!(error, PackError::HeaderDigest { .. }),
             _ => matches!(error, PackError::IndexDigest { .. }),
         };
@@ -416,7 +416,7 @@ fn headers_of_other_makers_are_refused_by_name() {
 }
 
 #[test]
-fn values_that_cannot_be_are_refused_by_name() {
+fn case_i2_values_that_cannot_be_are_refused_by_name() {
     struct Case {
         edit: fn(&mut Index),
         says: &'static str,

@@ -40,7 +40,7 @@ fn a_sound_pack_passes_and_says_what_was_read() {
 
 /// Flips one bit of each byte in turn: found, and attributed to the place where it is.
 #[test]
-fn every_byte_is_covered() {
+fn case_i4_every_byte_is_covered() {
     let sample = Sample::small();
     let pack = sample.write(&sample.small_contents()).done;
     let (index, index_len) = (index_of(&pack), index_bytes(&pack).len());
@@ -50,7 +50,7 @@ fn every_byte_is_covered() {
             copy[at] ^= 1 << (at % 8);
             let place = region(&index, index_len, at);
             match Pack::from_bytes("", copy.clone()) {
-                Err(PackError::NotAPack { .. } | PackError::HeaderDigest { .. }) => assert_eq!(place, "header"),
+                Err(PackError::Magic { .. } | PackError::HeaderDigest { .. }) => assert_eq!(place, "header"),
                 Err(PackError::IndexDigest { .. }) => assert_eq!(place, "index"),
                 Err(error) => panic!("byte {at}: {error}"),
                 Ok(flipped) => {
@@ -83,7 +83,7 @@ fn every_byte_is_covered() {
 }
 
 #[test]
-fn a_flip_names_the_expert() {
+fn case_b14_a_flip_names_the_expert() {
     let mut pack = Sample::default().pack();
     let index = index_of(&pack);
     // The second half of a stack of two, and the only tensor of its kind.
@@ -128,7 +128,7 @@ fn all_faults_are_listed_whatever_the_threads() {
 
 /// Right digests over wrong numbers: what a faulty tool would have written.
 #[test]
-fn numbers_that_cannot_be_are_found_under_right_digests() {
+fn case_f4_numbers_that_cannot_be_are_found_under_right_digests() {
     struct Case {
         edit: fn(&mut [u8], &Index),
         says: &'static str,
@@ -265,4 +265,35 @@ fn one_section_or_expert_can_be_checked_alone() {
     let bad: Vec<u32> =
         (0..pack.sections().len() as u32).filter(|n| pack.check_section(*n).is_err()).collect();
     assert_eq!(bad, [number]);
+}
+
+// ---- the prior system's container
+
+/// A container of the prior system with two matrices, one of which has a second layout from version 4 on.
+pub fn prior_container(version: u32) -> Vec<u8> {
+    let mut out = vec![1u8; 2 * (1024 + 128) + 1024];
+    let index = out.len() as u64;
+    let second = if version >= 4 { 1024u64 } else { 0 };
+    for (name, blob, scales, second) in [
+        ("blk.0.ffn_up_exps.weight#0", 0u64, 1024u64, 0),
+        ("output.weight", 1152, 1152 + 1024 + second, second),
+    ] {
+        out.extend((name.len() as u32).to_le_bytes());
+        out.extend(name.as_bytes());
+        [32u32, 32, 1, 32].iter().for_each(|n| out.extend(n.to_le_bytes()));
+        [blob, 1024, scales].iter().for_each(|n| out.extend(n.to_le_bytes()));
+        if version >= 4 {
+            out.extend(second.to_le_bytes());
+        }
+    }
+    out.extend(index.to_le_bytes());
+    [2, version].iter().for_each(|n: &u32| out.extend(n.to_le_bytes()));
+    match version {
+        1 | 2 => out.extend(b"ORKPK01\0"),
+        3 | 4 => [&7u32.to_le_bytes()[..], b"ORKPK01\0", &[0; 4]].iter().for_each(|part| out.extend(*part)),
+        _ => [&7u32.to_le_bytes()[..], &9u32.to_le_bytes(), b"ORKPK01\0"]
+            .iter()
+            .for_each(|part| out.extend(*part)),
+    }
+    out
 }

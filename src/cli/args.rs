@@ -48,6 +48,11 @@ pub enum Command {
     /// Without PACK: every *.orkpack of the current folder. Checks every byte, goes on past a mismatch, names what is
     /// broken, and prints the root digest, one number that stands for the whole content.
     Verify(VerifyArgs),
+    /// Rebuild damaged int8 copies of a pack from its source rows
+    ///
+    /// Nothing else is repaired: a pack whose source rows, header or index are damaged is refused. What is rebuilt must
+    /// have the digest that the pack holds of it, so the repaired pack is the one that was written, byte for byte.
+    Repair(RepairArgs),
     /// Show what is in a GGUF, a pack or a folder of them
     Inspect(InspectArgs),
     /// Give back the GGUF that a pack was made from
@@ -280,9 +285,30 @@ pub struct VerifyArgs {
     /// The GGUF with the tensors of a thin pack, every one of which is checked; default: the one beside it, if there
     #[arg(long, value_name = "GGUF", conflicts_with = "quick")]
     pub model: Option<PathBuf>,
+    /// A model (GGUF or fat pack) that every tensor must be equal to, and from whose weights every int8 copy is derived again
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["quick", "model"])]
+    pub against: Option<PathBuf>,
     /// The root digest that the pack must have (one pack)
     #[arg(long, value_name = "ROOT")]
     pub expect: Option<String>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Arguments of `orkpack repair`.
+#[derive(Clone, Debug, Args)]
+pub struct RepairArgs {
+    /// A pack whose int8 copies or their scales are damaged
+    pub pack: PathBuf,
+    /// The GGUF with the source rows of a thin pack; default: the one beside it, if there
+    #[arg(long, value_name = "GGUF")]
+    pub model: Option<PathBuf>,
+    /// Where the repaired pack goes; default: in the place of the damaged one
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace an existing output
+    #[arg(long)]
+    pub force: bool,
     #[command(flatten)]
     pub common: Common,
 }

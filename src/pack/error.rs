@@ -33,6 +33,14 @@ pub enum PackError {
         /// The magic.
         expected: String,
     },
+    /// A header whose digest is right but for the magic.
+    #[error("header at byte 0: magic is {found}, expected {expected}")]
+    Magic {
+        /// The first bytes.
+        found: String,
+        /// The magic.
+        expected: String,
+    },
     /// The ggml backend's own container, which bears the same extension and ends in `ORKPK01`.
     #[error("not a pack of this tool: it ends with `ORKPK01`, the container of the ggml backend")]
     Foreign,
@@ -159,7 +167,7 @@ pub enum PackError {
 }
 
 impl PackError {
-    /// Whether the file's content is wrong (and not the system, or the request).
+    /// Whether a pack's content is wrong (and not the system, the request, or the file no pack at all).
     pub fn is_damage(&self) -> bool {
         !matches!(
             self,
@@ -172,6 +180,8 @@ impl PackError {
                 | PackError::Version { .. }
                 | PackError::Feature { .. }
                 | PackError::Foreign
+                | PackError::NotAPack { .. }
+                | PackError::Empty
         )
     }
 
@@ -186,6 +196,7 @@ impl PackError {
             }
             PackError::Foreign => Some("convert the GGUF again with `orkpack convert MODEL`"),
             PackError::Trailing { .. }
+            | PackError::Magic { .. }
             | PackError::HeaderDigest { .. }
             | PackError::IndexDigest { .. }
             | PackError::SectionDigest { .. } => {

@@ -169,8 +169,16 @@ fn recognise(file: &[u8]) -> Result<(), PackError> {
     if tail.windows(FOREIGN_MAGIC.len()).any(|window| window == FOREIGN_MAGIC) {
         return Err(PackError::Foreign);
     }
+    // Whoever has the digest of a header is one, whatever became of the magic.
+    let damaged = slice(file, 0, PAGE).map(<[u8]>::to_vec).map(|mut header| {
+        header.iter_mut().zip(MAGIC).for_each(|(byte, magic)| *byte = magic);
+        check_digest(&header)
+    });
     let head = file.get(..file.len().min(MAGIC.len())).unwrap_or_default();
     let show = |bytes: &[u8]| format!("`{}`", bytes.escape_ascii());
+    if let Some(Ok(_)) = damaged {
+        return Err(PackError::Magic { found: show(head), expected: show(&MAGIC) });
+    }
     Err(PackError::NotAPack { found: show(head), expected: show(&MAGIC) })
 }
 

@@ -5,6 +5,9 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use crate::check::Against;
+use crate::interop::{PriorError, PriorPack};
+use crate::pack::PackError;
 use crate::pack::verify::{Mode, Report};
 use crate::units::Bytes;
 
@@ -33,6 +36,12 @@ pub struct VerifyDocument {
     pub model: Option<String>,
     /// The name of the GGUF that a thin pack is bound to, when it was not found.
     pub unchecked: Option<String>,
+    /// The model that tensors and int8 copies were held to.
+    pub against: Option<String>,
+    /// Int8 matrices that were derived from its weights again.
+    pub derived: u64,
+    /// What is said beside, and is no fault, a line each.
+    pub notes: Vec<String>,
     /// What is wrong, a line each.
     pub findings: Vec<String>,
 }
@@ -52,6 +61,9 @@ impl VerifyDocument {
             sections_checked: report.n_checked() as u64,
             model: None,
             unchecked: None,
+            against: None,
+            derived: 0,
+            notes: Vec::new(),
             findings: report.findings().map(|finding| finding.to_string()).collect(),
         }
     }
@@ -70,8 +82,33 @@ impl VerifyDocument {
             sections_checked: 0,
             model: None,
             unchecked: None,
+            against: None,
+            derived: 0,
+            notes: Vec::new(),
             findings: vec![problem],
         }
+    }
+
+    /// The document of a container of the prior system, which is no pack: what it is, and what it lacks.
+    pub fn prior(file: &Path, prior: &Result<PriorPack, PriorError>) -> VerifyDocument {
+        let mut document = VerifyDocument::refused(file, PackError::Foreign.to_string());
+        match prior {
+            Ok(prior) => {
+                document.notes.push(kinds(prior));
+                document.findings.extend(prior.findings.iter().cloned());
+            }
+            Err(error) => document.findings.push(error.to_string()),
+        }
+        document.notes.extend(PriorPack::lacks().map(|lack| format!("it has {lack}")));
+        document
+    }
+
+    /// Takes in how the pack compares with a model.
+    pub fn compare(&mut self, model: &Path, against: Against) {
+        self.against = Some(model.display().to_string());
+        self.derived = against.n_matrices;
+        self.notes.extend(against.notes);
+        against.findings.into_iter().for_each(|finding| self.find(finding));
     }
 
     /// Adds something that is wrong.
@@ -79,6 +116,23 @@ impl VerifyDocument {
         self.ok = false;
         self.findings.push(problem);
     }
+}
+
+/// What the index of a container of the prior system lists.
+fn kinds(prior: &PriorPack) -> String {
+    let version = prior.version;
+    if prior.entries.is_empty() && prior.n_entries > 0 {
+        let n = super::counted(prior.n_entries.into(), "matrix", "matrices");
+        return format!("version {version}, {n}, whose entries this orkpack does not know");
+    }
+    let kinds = [(1, "int8"), (4, "compact int4"), (5, "int4 tiles")].map(|(kind, name)| {
+        let n = prior.entries.iter().filter(|entry| entry.kind == kind).count();
+        format!("{n} {name}")
+    });
+    let blobs = prior.entries.iter().map(|entry| entry.blob_len.saturating_add(entry.second_len));
+    let bytes = blobs.fold(0, u64::saturating_add);
+    let n = super::counted(prior.n_entries.into(), "matrix", "matrices");
+    format!("version {version}, {n} ({}) of {} by its index", kinds.join(", "), Bytes(bytes))
 }
 
 fn mode(mode: Mode) -> &'static str {
@@ -104,7 +158,8 @@ pub fn verification(document: &VerifyDocument) -> String {
     } else {
         writeln!(
             text,
-            "{file}: DAMAGED, {}",
+            "{file}: {}, {}",
+            if document.root.is_empty() { "NOT SOUND" } else { "DAMAGED" },
             super::counted(document.findings.len() as u64, "finding", "findings")
         )
     };
@@ -117,6 +172,17 @@ pub fn verification(document: &VerifyDocument) -> String {
             "  thin: the tensors were not checked, {} is not beside it (name it with --model)",
             super::escape(wanted)
         );
+    }
+    if let Some(model) = document.against.as_ref().filter(|_| document.ok) {
+        let derived = super::counted(document.derived, "int8 matrix is", "int8 matrices are");
+        let _ = writeln!(
+            text,
+            "  against {}: every tensor is its own, and {derived} what its weights give",
+            super::escape(model)
+        );
+    }
+    for note in &document.notes {
+        let _ = writeln!(text, "  note: {}", super::escape(note));
     }
     for finding in &document.findings {
         let _ = writeln!(text, "  {}", super::escape(finding));
