@@ -611,6 +611,8 @@ fn counts_of_the_index_are_bounded() {
             lying[at..at + 8].copy_from_slice(&count.to_le_bytes());
             let error = open(&replace_index(&pack, &lying)).unwrap_err();
             assert!(matches!(error, PackError::Index { .. }), "{count} at {at}: {error}");
+            // Not for want of bytes, which is found out when the memory has been taken.
+            assert!(error.to_string().contains("LimitExceeded"), "{count} at {at}: {error}");
         }
     }
     let trailing = [&encoded[..], &[0]].concat();

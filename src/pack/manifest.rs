@@ -301,7 +301,15 @@ impl Index {
     ///
     /// [`PackError::Index`] when the bytes are no index, or more than one.
     pub fn decode(bytes: &[u8]) -> Result<Index, PackError> {
-        let (index, used): (Index, usize) = bincode::decode_from_slice(bytes, format()).map_err(refused)?;
+        // A list is allocated when its count is read, so what a count may claim goes by how many bytes there are: no
+        // entry takes four times as much memory as it has bytes.
+        let decoded = match bytes.len() {
+            ..=0x4000 => bincode::decode_from_slice(bytes, within::<0x1_0000>()),
+            0x4001..=0x4_0000 => bincode::decode_from_slice(bytes, within::<0x10_0000>()),
+            0x4_0001..=0x40_0000 => bincode::decode_from_slice(bytes, within::<0x100_0000>()),
+            _ => bincode::decode_from_slice(bytes, within::<INDEX_LIMIT>()),
+        };
+        let (index, used): (Index, usize) = decoded.map_err(refused)?;
         if used == bytes.len() {
             return Ok(index);
         }
@@ -310,9 +318,14 @@ impl Index {
     }
 }
 
-/// The encoding. The limit bounds what a wrong count can make the decoder allocate.
+/// The encoding, to be written.
 fn format() -> impl bincode::config::Config {
-    bincode::config::standard().with_little_endian().with_fixed_int_encoding().with_limit::<INDEX_LIMIT>()
+    within::<INDEX_LIMIT>()
+}
+
+/// The encoding. The limit bounds what a wrong count can make the decoder allocate.
+fn within<const LIMIT: usize>() -> impl bincode::config::Config {
+    bincode::config::standard().with_little_endian().with_fixed_int_encoding().with_limit::<LIMIT>()
 }
 
 fn refused(problem: impl fmt::Display) -> PackError {
