@@ -47,7 +47,7 @@ fn every_kind_of_value_is_read() {
 }
 
 #[test]
-fn a13_a14_versions_2_and_3_are_read() {
+fn case_a13_and_a14_versions_2_and_3_are_read() {
     for version in [2, 3] {
         let file = GgufBuilder { version, ..GgufBuilder::new() }.text("general.architecture", "x").build();
         assert_eq!(parse(&file).version, version);
@@ -107,7 +107,7 @@ fn every_type_of_the_table_is_carried() {
 }
 
 #[test]
-fn a8_empty_tensors_are_read() {
+fn case_a8_empty_tensors_are_read() {
     for dims in [&[0, 64][..], &[64, 0, 8], &[0]] {
         let file = GgufBuilder::new()
             .tensor("empty", Dtype::Q8_0, dims, vec![])
@@ -119,7 +119,7 @@ fn a8_empty_tensors_are_read() {
 }
 
 #[test]
-fn a11_an_equal_duplicate_key_is_a_warning() {
+fn case_a11_an_equal_duplicate_key_is_a_warning() {
     let file = GgufBuilder::new().kv("x.y", Value::U32(1)).kv("x.y", Value::U32(1)).build();
     assert_eq!(parse(&file).warnings, ["metadata key `x.y` is there twice with the same value"]);
 }

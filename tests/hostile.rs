@@ -39,7 +39,7 @@ fn one_tensor(tensor: TensorSpec) -> Vec<u8> {
 }
 
 #[test]
-fn gguf_a1_counts_and_type_ids_are_not_believed() {
+fn case_a1_counts_and_type_ids_are_not_believed() {
     let empty = GgufBuilder::new();
     gguf_assert_refused([
         (
@@ -87,7 +87,7 @@ fn gguf_a1_counts_and_type_ids_are_not_believed() {
 }
 
 #[test]
-fn gguf_a2_products_and_sums_do_not_wrap() {
+fn case_a2_products_and_sums_do_not_wrap() {
     let k = 1u64 << 42;
     gguf_assert_refused([
         (
@@ -118,7 +118,7 @@ fn gguf_a2_products_and_sums_do_not_wrap() {
 }
 
 #[test]
-fn gguf_a4_lengths_beyond_the_file_allocate_nothing() {
+fn case_a4_lengths_beyond_the_file_allocate_nothing() {
     let long = (1u64 << 30).to_le_bytes();
     let array = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
     let file = |kind, payload: &[u8]| GgufBuilder::new().raw_kv(b"tokenizer.x", kind, payload).build();
@@ -145,7 +145,7 @@ fn gguf_a4_lengths_beyond_the_file_allocate_nothing() {
 }
 
 #[test]
-fn gguf_a4_arrays_and_strings_have_limits_even_if_the_bytes_are_there() {
+fn case_a4_arrays_and_strings_have_limits_even_if_the_bytes_are_there() {
     let limits = Limits {
         header_bytes: 4096,
         string_bytes: 16,
@@ -196,7 +196,7 @@ fn gguf_a4_arrays_and_strings_have_limits_even_if_the_bytes_are_there() {
 }
 
 #[test]
-fn gguf_a6_alignment_is_a_u32_power_of_two() {
+fn case_a6_alignment_is_a_u32_power_of_two() {
     let must = "general.alignment must be a u32 and a power of two from 8 to 65536, found";
     for (value, found) in [
         (Value::U32(0), "0"),
@@ -215,7 +215,7 @@ fn gguf_a6_alignment_is_a_u32_power_of_two() {
 }
 
 #[test]
-fn gguf_a9_dimensions_are_one_to_four() {
+fn case_a9_dimensions_are_one_to_four() {
     for n_dims in [0, 5, 9, 255, u32::MAX] {
         let file = one_tensor(TensorSpec { n_dims: Some(n_dims), ..f32_tensor("x", &[8]) });
         assert_eq!(gguf_refusal(&file), format!("tensor `x` has {n_dims} dimensions, expected 1 to 4"));
@@ -223,7 +223,7 @@ fn gguf_a9_dimensions_are_one_to_four() {
 }
 
 #[test]
-fn gguf_a10_offsets_do_not_wrap() {
+fn case_a10_offsets_do_not_wrap() {
     let at = |offset| TensorSpec { offset: Some(offset), ..f32_tensor("x", &[8]) };
     gguf_assert_refused([
         (
@@ -240,7 +240,7 @@ fn gguf_a10_offsets_do_not_wrap() {
 }
 
 #[test]
-fn gguf_a11_names_and_keys_are_there_once() {
+fn case_a11_names_and_keys_are_there_once() {
     let twice =
         |name| GgufBuilder::new().raw_tensor(f32_tensor(name, &[8])).raw_tensor(f32_tensor(name, &[8]));
     let keys = GgufBuilder::new().kv("general.alignment", Value::U32(32));
@@ -258,7 +258,7 @@ fn gguf_a11_names_and_keys_are_there_once() {
 }
 
 #[test]
-fn gguf_a13_big_endian_is_named() {
+fn case_a13_big_endian_is_named() {
     for file in [
         GgufBuilder { version: 3u32.swap_bytes(), ..GgufBuilder::new() },
         GgufBuilder { version: 2u32.swap_bytes(), ..GgufBuilder::new() },
@@ -271,7 +271,7 @@ fn gguf_a13_big_endian_is_named() {
 }
 
 #[test]
-fn gguf_a14_other_versions_are_refused_by_number() {
+fn case_a14_other_versions_are_refused_by_number() {
     for (version, hint) in [
         (0, "this layout is from before 2024"),
         (1, "this layout is from before 2024"),
@@ -285,7 +285,7 @@ fn gguf_a14_other_versions_are_refused_by_number() {
 }
 
 #[test]
-fn gguf_b1_a_cut_file_is_said_to_be_cut() {
+fn case_b1_a_cut_file_is_said_to_be_cut() {
     let file = GgufBuilder::new()
         .text("general.architecture", "x")
         .raw_tensor(f32_tensor("a", &[8]))
@@ -308,7 +308,7 @@ fn gguf_b1_a_cut_file_is_said_to_be_cut() {
 }
 
 #[test]
-fn gguf_b5_an_empty_or_foreign_file_is_said_to_be_so() {
+fn case_b5_an_empty_or_foreign_file_is_said_to_be_so() {
     gguf_assert_refused([
         (vec![], "the file is empty"),
         (b"PK\x03\x04zip".to_vec(), r"is not a GGUF file: it begins with `PK\x03\x04`, expected `GGUF`"),
@@ -317,7 +317,7 @@ fn gguf_b5_an_empty_or_foreign_file_is_said_to_be_so() {
 }
 
 #[test]
-fn gguf_j7_odd_metadata_is_refused_in_clean_words() {
+fn case_j7_odd_metadata_is_refused_in_clean_words() {
     let key = |key: &[u8]| GgufBuilder::new().raw_kv(key, 0, &[0]).build();
     let name = |name: &[u8]| one_tensor(TensorSpec { name: name.to_vec(), ..f32_tensor("", &[8]) });
     let bools = [&7u32.to_le_bytes()[..], &2u64.to_le_bytes(), &[1, 255]].concat();
