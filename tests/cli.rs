@@ -208,7 +208,7 @@ fn verify_says_no_with_1_and_goes_on() {
     assert!(text.contains("short.orkpack: DAMAGED"), "{text}");
     fs::write(path.join("text.orkpack"), "precious").unwrap();
     let text = run("orkpack", path, &["verify", "text.orkpack"]);
-    assert!(text.status.code() == Some(1) && stdout(&text).contains("not a pack: begins with `precious`"));
+    assert!(text.status.code() == Some(2) && stderr(&text).contains("not a pack: begins with `precious`"));
     let expect = run("orkpack", path, &["verify", "model.orkpack", "--expect", &"0".repeat(64)]);
     assert_eq!(expect.status.code(), Some(1), "{}", stdout(&expect));
 }

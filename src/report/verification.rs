@@ -44,6 +44,9 @@ pub struct VerifyDocument {
     pub notes: Vec<String>,
     /// What is wrong, a line each.
     pub findings: Vec<String>,
+    /// Whether it is a pack at all.
+    #[serde(skip)]
+    is_pack: bool,
 }
 
 impl VerifyDocument {
@@ -65,6 +68,7 @@ impl VerifyDocument {
             derived: 0,
             notes: Vec::new(),
             findings: report.findings().map(|finding| finding.to_string()).collect(),
+            is_pack: true,
         }
     }
 
@@ -86,12 +90,14 @@ impl VerifyDocument {
             derived: 0,
             notes: Vec::new(),
             findings: vec![problem],
+            is_pack: true,
         }
     }
 
     /// The document of a container of the prior system, which is no pack: what it is, and what it lacks.
     pub fn prior(file: &Path, prior: &Result<PriorPack, PriorError>) -> VerifyDocument {
-        let mut document = VerifyDocument::refused(file, PackError::Foreign.to_string());
+        let refused = VerifyDocument::refused(file, PackError::Foreign.to_string());
+        let mut document = VerifyDocument { is_pack: false, ..refused };
         match prior {
             Ok(prior) => {
                 document.notes.push(kinds(prior));
@@ -159,7 +165,7 @@ pub fn verification(document: &VerifyDocument) -> String {
         writeln!(
             text,
             "{file}: {}, {}",
-            if document.root.is_empty() { "NOT SOUND" } else { "DAMAGED" },
+            if document.is_pack { "DAMAGED" } else { "NOT A PACK" },
             super::counted(document.findings.len() as u64, "finding", "findings")
         )
     };
