@@ -12,6 +12,7 @@ mod cli;
 mod conversation;
 mod converse;
 mod convert;
+mod corpus;
 mod deepseek2;
 mod delta_net;
 mod demo;
