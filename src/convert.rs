@@ -292,10 +292,18 @@ impl Prepared {
             ));
         }
         let mut errors = Errors::default();
-        for chunk in &self.plan.chunks {
+        // A chunk is filled while the one before it is written.
+        let mut filled = self.plan.chunks.first().map(|chunk| self.fill(chunk, &mut errors)).transpose()?;
+        for (number, chunk) in self.plan.chunks.iter().enumerate() {
             check_interrupt(progress)?;
-            let (tiles, scales) = self.fill(chunk, &mut errors)?;
-            pack.push_chunk(&tiles, &scales).at(output)?;
+            let Some((tiles, scales)) = filled else { break };
+            let next = self.plan.chunks.get(number + 1);
+            let (pushed, following) = rayon::join(
+                || pack.push_chunk(&tiles, &scales),
+                || next.map(|chunk| self.fill(chunk, &mut errors)).transpose(),
+            );
+            pushed.at(output)?;
+            filled = following?;
             progress.advance(chunk.bytes);
         }
         for file in self.opened.files_read() {

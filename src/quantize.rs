@@ -124,12 +124,17 @@ pub fn error_of(matrix: &Int8Matrix, weights: MatrixView<'_, f32>) -> f64 {
 /// The sums of `(w − q·scale)²` and of `w²` over one row.
 fn squares(w: &[f32], codes: &[i8], scale: f32) -> (f64, f64) {
     let (mut error, mut power) = ([0.0; 8], [0.0; 8]);
-    for (w, codes) in w.chunks(8).zip(codes.chunks(8)) {
-        for (lane, (&w, &code)) in w.iter().zip(codes).enumerate() {
-            let difference = f64::from(w) - f64::from(code) * f64::from(scale);
-            error[lane] += difference * difference;
-            power[lane] += f64::from(w) * f64::from(w);
-        }
+    let mut add = |lane: usize, w: f32, code: i8| {
+        let difference = f64::from(w) - f64::from(code) * f64::from(scale);
+        error[lane] += difference * difference;
+        power[lane] += f64::from(w) * f64::from(w);
+    };
+    let ((w, w_rest), (codes, codes_rest)) = (w.as_chunks::<8>(), codes.as_chunks::<8>());
+    for (w, codes) in w.iter().zip(codes) {
+        (0..8).for_each(|lane| add(lane, w[lane], codes[lane]));
+    }
+    for (lane, (&w, &code)) in w_rest.iter().zip(codes_rest).enumerate() {
+        add(lane, w, code);
     }
     (error.iter().sum(), power.iter().sum())
 }
