@@ -20,7 +20,9 @@ use crate::executor::{WeightId, WeightTable};
 use crate::tensor::{Dtype, MetadataError, SourceError, TensorSource};
 use parts::{Layer, RmsNorm, Scales};
 
-pub use forward::{ForwardError, Group, State, Wanted, forward, forward_traced};
+pub use forward::{
+    ForwardError, Group, State, Wanted, forward, forward_tentative, forward_traced, keep_first,
+};
 pub use outline::Outline;
 pub use shape::{MatrixShape, ModelShape, MoeLayerShape};
 

@@ -38,13 +38,15 @@ pub struct State {
     position: usize,
     memories: Vec<Memory>,
     checkpoints: Checkpoints,
+    /// Rows of the last call, if some of them can still be taken back.
+    tentative: usize,
 }
 
 impl State {
     /// An empty sequence that may grow to `n_ctx` positions. Memory is taken as positions come.
     pub fn new(model: &Model, n_ctx: usize) -> State {
         let memories = model.layers.iter().map(|layer| Memory::new(&layer.mixer)).collect();
-        State { n_ctx, position: 0, memories, checkpoints: Checkpoints::default() }
+        State { n_ctx, position: 0, memories, checkpoints: Checkpoints::default(), tentative: 0 }
     }
 
     /// Number of positions so far: the position of the next token.
@@ -61,6 +63,7 @@ impl State {
     ///
     /// Without it a model whose layers all keep every position goes back to any, another one to none but the start.
     pub fn checkpoint(&mut self) {
+        self.note(false);
         self.checkpoints.keep(self.position, &self.memories);
     }
 
@@ -69,6 +72,7 @@ impl State {
     /// never went further.
     pub fn back_to(&mut self, position: usize) -> usize {
         if position < self.position {
+            self.note(false);
             self.position = self.checkpoints.go_back(position, &mut self.memories);
         }
         self.position
@@ -76,9 +80,16 @@ impl State {
 
     /// Forgets everything, keeping the memory that was taken.
     pub fn clear(&mut self) {
+        self.note(false);
         self.position = 0;
         self.checkpoints.clear();
         self.memories.iter_mut().for_each(Memory::clear);
+    }
+
+    /// Whether the next call notes what it takes to go back into it. The last call stays as it is.
+    fn note(&mut self, on: bool) {
+        self.tentative = 0;
+        self.memories.iter_mut().for_each(|memory| memory.note(on));
     }
 }
 
@@ -179,6 +190,45 @@ pub fn forward(
     forward_traced(model, executor, state, tokens, wanted, out, &mut |_, _| {})
 }
 
+/// As [`forward`] with the logits of every row, and [`keep_first`] can take the last rows back: for tokens that are only
+/// guessed. Costs some memory for every row until then.
+///
+/// # Errors
+///
+/// As [`forward`].
+pub fn forward_tentative(
+    model: &Model,
+    executor: &mut dyn Executor,
+    state: &mut State,
+    tokens: &[u32],
+    out: &mut Vec<f32>,
+) -> Result<(), ForwardError> {
+    state.note(true);
+    run(model, executor, state, tokens, Wanted::All, out, &mut |_, _| {})?;
+    state.tentative = tokens.len();
+    Ok(())
+}
+
+/// Makes `state` that of a sequence to which the last call, of [`forward_tentative`], added its first `n` rows only, to
+/// the bit. Nothing is computed again but the walk of delta nets through these rows. After any other call nothing
+/// can be taken back and nothing changes.
+pub fn keep_first(model: &Model, executor: &mut dyn Executor, state: &mut State, n: usize) {
+    if n < state.tentative {
+        for (layer, memory) in model.layers.iter().zip(&mut state.memories) {
+            match (&layer.mixer, memory) {
+                (Mixer::ShortConv(conv), Memory::Tail(tail)) => tail.keep_first(conv, n),
+                (Mixer::DeltaNet(net), Memory::Net(memory)) => {
+                    delta_net::keep_first(executor, net, memory, n)
+                }
+                // A cache is cut by the position.
+                _ => {}
+            }
+        }
+        state.position -= state.tentative - n;
+    }
+    state.note(false);
+}
+
 /// As [`forward`], and shows `trace` the residual stream: after layer `i` as `(i, [m, n_embd])`, and at the
 /// end the final norm of the wanted rows as `(n_layer, [n_wanted, n_embd])`.
 ///
@@ -186,6 +236,19 @@ pub fn forward(
 ///
 /// As [`forward`].
 pub fn forward_traced(
+    model: &Model,
+    executor: &mut dyn Executor,
+    state: &mut State,
+    tokens: &[u32],
+    wanted: Wanted,
+    out: &mut Vec<f32>,
+    trace: &mut dyn FnMut(usize, &[f32]),
+) -> Result<(), ForwardError> {
+    state.note(false);
+    run(model, executor, state, tokens, wanted, out, trace)
+}
+
+fn run(
     model: &Model,
     executor: &mut dyn Executor,
     state: &mut State,

@@ -13,8 +13,19 @@ use crate::tensor::MatrixView;
 #[derive(Clone, Debug)]
 pub(super) struct NetMemory {
     past: Kept,
-    /// The same after the call that is under way, which may still fail.
+    /// The same after the call that is under way, which may still fail; else what was before the last call.
     next: Kept,
+    /// What the last call walked through, where calls note it.
+    walked: Option<Walked>,
+}
+
+/// What decides how a call changes the memory: a small part of the states that it would take to copy these.
+#[derive(Clone, Debug, Default)]
+struct Walked {
+    /// `[m, n_convolved]`, before the convolution.
+    mixed: Vec<f32>,
+    /// Beta and alpha, `[m, n_value_heads]`.
+    rates: [Vec<f32>; 2],
 }
 
 #[derive(Clone, Debug)]
@@ -29,7 +40,7 @@ impl NetMemory {
     pub fn new(net: &DeltaNet) -> NetMemory {
         let [tail, states] = net.n_remembered().map(|len| vec![0.0; len]);
         let past = Kept { tail, states };
-        NetMemory { next: past.clone(), past }
+        NetMemory { next: past.clone(), past, walked: None }
     }
 
     pub fn fits(&self, net: &DeltaNet) -> bool {
@@ -50,6 +61,10 @@ impl NetMemory {
         let (tail, states) = copy.split_at(self.past.tail.len());
         self.past.tail.copy_from_slice(tail);
         self.past.states.copy_from_slice(states);
+    }
+
+    pub fn note(&mut self, on: bool) {
+        self.walked = on.then(Walked::default);
     }
 
     pub fn clear(&mut self) {
@@ -95,6 +110,9 @@ pub(super) fn run(
 
     let heads = convolve(executor, net, memory, &mixed);
     let read = recur(executor, net, memory, &heads, [&beta, &alpha]);
+    if let Some(walked) = &mut memory.walked {
+        *walked = Walked { mixed, rates: [beta, alpha] };
+    }
     let mut gated = vec![0.0; m * inner];
     for_each_chunk(executor, &mut gated, head_dim, &|piece, gated| {
         let (row, head) = (piece / n_value_heads, piece % n_value_heads);
@@ -104,6 +122,19 @@ pub(super) fn run(
     });
     executor.linear(view(&gated, inner)?, &mut [Product { weight: net.output, out }])?;
     Ok(())
+}
+
+/// As if the last call, which was noted, had had its first `n` rows only: they are walked through again from what was
+/// before it. No product is computed again.
+pub(super) fn keep_first(executor: &mut dyn Executor, net: &DeltaNet, memory: &mut NetMemory, n: usize) {
+    let Some(Walked { mixed, rates: [beta, alpha] }) = memory.walked.take() else { return };
+    memory.commit();
+    if n > 0 {
+        let heads = convolve(executor, net, memory, &mixed[..n * net.n_convolved()]);
+        let rates = n * net.n_value_heads;
+        recur(executor, net, memory, &heads, [&beta[..rates], &alpha[..rates]]);
+        memory.commit();
+    }
 }
 
 /// The convolution over what the tail and this call hold, and its `silu`: `[m, 2 · n_key_heads + n_value_heads,
@@ -146,7 +177,7 @@ fn recur(
     let &DeltaNet { n_key_heads, n_value_heads, head_dim, .. } = net;
     let (size, m) = (head_dim * head_dim, heads.len() / net.n_convolved());
     let mut read = vec![0.0; m * n_value_heads * head_dim];
-    let NetMemory { past, next } = memory;
+    let NetMemory { past, next, .. } = memory;
     let states = next.states.chunks_exact_mut(size).zip(read.chunks_exact_mut(m * head_dim));
     // Each lock is taken once, by the one piece of that number: it is never waited for.
     let states: Vec<Mutex<(&mut [f32], &mut [f32])>> = states.map(Mutex::new).collect();

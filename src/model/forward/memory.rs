@@ -65,6 +65,16 @@ impl Memory {
         }
     }
 
+    /// Whether the next calls note what is needed to keep only their first rows; what was noted is forgotten.
+    pub fn note(&mut self, on: bool) {
+        match self {
+            // Rows that do not count are written over.
+            Memory::Keys(_) => {}
+            Memory::Tail(tail) => tail.line = on.then(Vec::new),
+            Memory::Net(memory) => memory.note(on),
+        }
+    }
+
     /// Forgets all positions.
     pub fn clear(&mut self) {
         match self {
@@ -147,12 +157,23 @@ pub(super) struct Tail {
     pub past: Vec<f32>,
     /// The same after the call that is under way, which may still fail.
     pub next: Vec<f32>,
+    /// What the last call convolved, `[n_taps − 1 + m, n_embd]`, where calls note it.
+    pub line: Option<Vec<f32>>,
 }
 
 impl Tail {
     fn new(conv: &ShortConv) -> Tail {
         let past = vec![0.0; Tail::len(conv)];
-        Tail { next: past.clone(), past }
+        Tail { next: past.clone(), past, line: None }
+    }
+
+    /// As if the last call, which was noted, had had its first `n` rows only.
+    pub fn keep_first(&mut self, conv: &ShortConv, n: usize) {
+        let n_embd = conv.taps.len() / conv.n_taps;
+        let kept = self.line.as_ref().and_then(|line| line.get(n * n_embd..)?.get(..self.past.len()));
+        if let Some(kept) = kept {
+            self.past.copy_from_slice(kept);
+        }
     }
 
     fn len(conv: &ShortConv) -> usize {

@@ -35,6 +35,9 @@ pub(super) fn run(
         }
     });
     tail.next.copy_from_slice(&line[m * n_embd..]);
+    if let Some(noted) = &mut tail.line {
+        *noted = line;
+    }
     executor.linear(view(&mixed, n_embd)?, &mut [Product { weight: conv.out_proj, out }])?;
     Ok(())
 }
