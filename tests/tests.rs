@@ -29,6 +29,7 @@ mod hostile;
 mod inspect;
 mod kernel;
 mod layers;
+mod lookup;
 mod memory;
 mod model;
 mod numbers;

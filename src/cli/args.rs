@@ -479,6 +479,9 @@ pub struct OrkRun {
     /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// Guess up to N tokens ahead where the text repeats itself, and run them together; the output stays the same
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=64), conflicts_with_all = ["perplexity", "bench"])]
+    pub lookup: u32,
     /// Where hot experts are computed
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceArg,

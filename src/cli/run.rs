@@ -46,7 +46,8 @@ pub fn run(arguments: OrkRun, interrupt: &Interrupt) -> Done {
     let engine = if arguments.reference { runtime.reference()? } else { runtime.engine()? };
     say(run.is_quiet(), &arithmetic_line(&runtime, &engine, arguments.reference));
     say(run.is_quiet(), &run.context_line());
-    let session = run.session(engine);
+    let mut session = run.session(engine);
+    session.look_ahead(arguments.lookup as usize);
     interrupt.is_answering.store(!matches!(task, Task::Bench | Task::Perplexity(_)), Ordering::Relaxed);
     let document = match task {
         Task::Bench => run.bench(session)?,

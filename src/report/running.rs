@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::model::evaluate::{Comparison, Perplexity};
-use crate::runtime::{Counters, Loaded, Reading, Runtime, Session, Speed};
+use crate::runtime::{Counters, Loaded, Lookup, Reading, Runtime, Session, Speed};
 use crate::units::Bytes;
 
 /// A run as JSON (schema: `formats/run.schema.json`).
@@ -33,6 +33,8 @@ pub struct RunDocument {
     pub prefill: SpeedPart,
     /// Generating.
     pub decode: SpeedPart,
+    /// Of `--lookup`.
+    pub lookup: Option<LookupPart>,
     /// The device; `null` where everything came from source rows.
     pub device: Option<DevicePart>,
     /// Of `--perplexity`.
@@ -101,6 +103,23 @@ impl From<Speed> for SpeedPart {
     }
 }
 
+/// What guessing from text that repeats itself did. Counted.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct LookupPart {
+    /// Times that guessed tokens went through the model with the one before them.
+    pub batches: u64,
+    /// Tokens guessed.
+    pub drafted: u64,
+    /// Of these, the tokens that were chosen.
+    pub accepted: u64,
+}
+
+impl From<Lookup> for LookupPart {
+    fn from(Lookup { batches, drafted, accepted }: Lookup) -> LookupPart {
+        LookupPart { batches, drafted, accepted }
+    }
+}
+
 /// What the device held and did. Counts are measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct DevicePart {
@@ -162,6 +181,7 @@ impl RunDocument {
             tokens: Vec::new(),
             prefill: session.prefill().into(),
             decode: session.decode().into(),
+            lookup: session.lookup().map(LookupPart::from),
             device,
             perplexity: None,
             comparison: None,
@@ -277,6 +297,10 @@ pub fn run(document: &RunDocument) -> String {
             Some(simulated) => writeln!(text, ", {simulated:.1} tokens/s simulated for the profile"),
             None => writeln!(text),
         };
+    }
+    if let Some(LookupPart { batches, drafted, accepted }) = document.lookup {
+        let batches = super::counted(batches, "batch", "batches");
+        let _ = writeln!(text, "lookup: {accepted} of {drafted} guessed tokens came to be, in {batches}");
     }
     if document.turns.len() > 1 {
         let sum = |of: fn(&TurnPart) -> u64| document.turns.iter().map(of).sum::<u64>();

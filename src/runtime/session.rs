@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::lookup::{Lookup, guess};
 use super::{Engine, Regime, Runtime};
 use crate::error::{AtFile, Error, Failure};
 use crate::model::evaluate::{self, Comparison, Perplexity};
-use crate::model::{ForwardError, State, Wanted, forward};
+use crate::model::{ForwardError, State, Wanted, forward, forward_tentative, keep_first};
 use crate::progress::{Progress, Unit};
 
 /// Rows of a compared prompt whose logits are held at one time.
@@ -54,10 +55,18 @@ pub struct Session<'r> {
     runtime: &'r Runtime,
     engine: Engine,
     state: State,
-    /// The tokens that the state has seen.
+    /// The tokens of the sequence. The state has seen them, and behind them what is left of `guess`.
     seen: Vec<u32>,
+    /// Most tokens that are guessed at one time.
+    most_guessed: usize,
+    /// The tokens that went through the model with the last one, because they may be the next.
+    guess: Vec<u32>,
+    /// How many of these came to be.
+    n_right: usize,
+    lookup: Lookup,
     interrupted: Arc<AtomicBool>,
     micro_batch: usize,
+    /// `[1 + guess.len(), n_vocab]`.
     logits: Vec<f32>,
     prefill: Speed,
     decode: Speed,
@@ -72,6 +81,10 @@ impl<'r> Session<'r> {
             engine,
             state,
             seen: Vec::new(),
+            most_guessed: 0,
+            guess: Vec::new(),
+            n_right: 0,
+            lookup: Lookup::default(),
             interrupted: Arc::default(),
             micro_batch: micro_batch.max(1),
             logits: Vec::new(),
@@ -85,6 +98,12 @@ impl<'r> Session<'r> {
         self.interrupted = interrupted;
     }
 
+    /// Lets [`Session::step`] guess up to `n` tokens ahead from text that repeats itself. That changes no bit of what it
+    /// gives, only how fast.
+    pub fn look_ahead(&mut self, n: usize) {
+        self.most_guessed = n;
+    }
+
     /// Reads a prompt after what is there, and gives the logits `[n_vocab]` after its last token.
     ///
     /// # Errors
@@ -92,9 +111,10 @@ impl<'r> Session<'r> {
     /// [`Error`] when the prompt is empty or does not fit, or a product fails.
     pub fn prompt(&mut self, tokens: &[u32]) -> Result<&[f32], Error> {
         self.fits(self.position(), tokens.len())?;
+        self.settle();
         self.engine.begin(Regime::Prompt(tokens.len()));
         self.read(tokens, Wanted::Last)?;
-        Ok(&self.logits)
+        Ok(self.logits())
     }
 
     /// Reads a whole conversation in place of what is there; what the two begin with in common is not computed again.
@@ -108,6 +128,7 @@ impl<'r> Session<'r> {
     /// As [`Session::prompt`]; an interruption leaves what was read so far.
     pub fn turn(&mut self, tokens: &[u32], border: usize) -> Result<Reading, Error> {
         self.fits(0, tokens.len())?;
+        self.settle();
         let common = self.seen.iter().zip(tokens).take_while(|(seen, token)| seen == token).count();
         // The last token is run in any case: its logits are wanted.
         let reused = self.state.back_to(common.min(tokens.len().saturating_sub(1)));
@@ -163,6 +184,8 @@ impl<'r> Session<'r> {
         comparison: &mut Comparison,
     ) -> Result<&[f32], Error> {
         let n_vocab = self.runtime.model().n_vocab();
+        self.settle();
+        reference.settle();
         self.engine.begin(Regime::Prompt(tokens.len()));
         reference.engine.begin(Regime::Prompt(tokens.len()));
         for rows in tokens.chunks(self.micro_batch.min(COMPARED_ROWS)) {
@@ -178,7 +201,7 @@ impl<'r> Session<'r> {
             }
         }
         self.logits.drain(..self.logits.len().saturating_sub(n_vocab));
-        Ok(&self.logits)
+        Ok(self.logits())
     }
 
     /// The perplexity of a text; the sequence is not touched.
@@ -209,12 +232,65 @@ impl<'r> Session<'r> {
     /// As [`Session::prompt`].
     pub fn step(&mut self, token: u32) -> Result<&[f32], Error> {
         let began = Instant::now();
-        self.engine.begin(Regime::Decode);
-        self.forward(&[token], Wanted::Last)?;
-        self.decode.modelled_seconds += self.engine.take_modelled_seconds(1).unwrap_or(0.0);
+        if self.guess.get(self.n_right) == Some(&token) {
+            self.n_right += 1;
+            self.lookup.accepted += 1;
+            self.seen.push(token);
+        } else {
+            self.settle();
+            self.generate(token)?;
+        }
         self.decode.tokens += 1;
         self.decode.time += began.elapsed();
-        Ok(&self.logits)
+        Ok(self.logits())
+    }
+
+    /// Runs a token, and behind it those that are guessed to follow. Their experts are hot as far down the ranking as a
+    /// single token's: how many rows come at once decides nothing.
+    fn generate(&mut self, token: u32) -> Result<(), Error> {
+        self.engine.begin(Regime::Decode);
+        let mut tokens = vec![token];
+        tokens.extend(self.guess_after(token));
+        match tokens.len() {
+            1 => self.forward(&tokens, Wanted::Last)?,
+            _ => self.forward_guessed(&tokens)?,
+        }
+        self.decode.modelled_seconds += self.engine.take_modelled_seconds(tokens.len()).unwrap_or(0.0);
+        Ok(())
+    }
+
+    fn guess_after(&self, token: u32) -> Vec<u32> {
+        let room = self.n_ctx().saturating_sub(self.position() + 1);
+        match self.most_guessed.min(room) {
+            0 => Vec::new(),
+            n => guess(&[&self.seen[..], &[token]].concat(), n),
+        }
+    }
+
+    /// Runs a token and guessed ones. What only a guess breaks is not the sequence's fault: then the token runs alone.
+    fn forward_guessed(&mut self, tokens: &[u32]) -> Result<(), Error> {
+        let (model, executor) = (self.runtime.model(), self.engine.executor());
+        match forward_tentative(model, executor, &mut self.state, tokens, &mut self.logits) {
+            Err(ForwardError::Router { .. }) => return self.forward(&tokens[..1], Wanted::Last),
+            result => result.at(self.runtime.path())?,
+        }
+        self.seen.push(tokens[0]);
+        self.guess.extend_from_slice(&tokens[1..]);
+        self.lookup.batches += 1;
+        self.lookup.drafted += self.guess.len() as u64;
+        Ok(())
+    }
+
+    /// Takes back what was guessed and did not come to be.
+    fn settle(&mut self) {
+        if self.guess.is_empty() {
+            return;
+        }
+        let (model, executor) = (self.runtime.model(), self.engine.executor());
+        keep_first(model, executor, &mut self.state, 1 + self.n_right);
+        self.logits = self.logits().to_vec();
+        self.guess.clear();
+        self.n_right = 0;
     }
 
     fn forward(&mut self, tokens: &[u32], wanted: Wanted) -> Result<(), Error> {
@@ -227,7 +303,13 @@ impl<'r> Session<'r> {
 
     /// The logits after the last token.
     pub fn logits(&self) -> &[f32] {
-        &self.logits
+        let n_vocab = self.runtime.model().n_vocab();
+        self.logits.get(self.n_right * n_vocab..).and_then(|rows| rows.get(..n_vocab)).unwrap_or_default()
+    }
+
+    /// What guessing did; `None` where nothing is guessed.
+    pub fn lookup(&self) -> Option<Lookup> {
+        (self.most_guessed > 0).then_some(self.lookup)
     }
 
     /// Starts the clocks anew: after a round that only warms up.
@@ -239,6 +321,8 @@ impl<'r> Session<'r> {
     pub fn clear(&mut self) {
         self.state.clear();
         self.seen.clear();
+        self.guess.clear();
+        self.n_right = 0;
     }
 
     /// The tokens that it has seen.
@@ -248,7 +332,7 @@ impl<'r> Session<'r> {
 
     /// Tokens so far.
     pub fn position(&self) -> usize {
-        self.state.position()
+        self.seen.len()
     }
 
     /// Tokens that fit.
