@@ -208,9 +208,9 @@ impl Kernel {
             Chosen::Naive => naive::int8_tiles(tiles, k, n, rows, out),
             Chosen::Portable => tiles::drive(portable::Strips, tiles, rows, out),
             #[cfg(target_arch = "x86_64")]
-            Chosen::Avx2(cpu) => cpu.int8_tiles(tiles, rows, out),
+            Chosen::Avx2(cpu) => tiles::drive(cpu, tiles, rows, out),
             #[cfg(target_arch = "x86_64")]
-            Chosen::Avx512(cpu) => cpu.avx2().int8_tiles(tiles, rows, out),
+            Chosen::Avx512(cpu) => tiles::drive(cpu, tiles, rows, out),
         }
     }
 }

@@ -343,12 +343,12 @@ fn activations_can_be_filled_in_parts() {
 #[test]
 fn int8_tiles_are_exact() {
     let mut random = Random(7);
-    for (k, n) in [(32, 32), (32, 64), (64, 32), (96, 96), (512, 64), (2048, 32)] {
+    for (k, n) in [(32, 32), (32, 64), (64, 32), (96, 96), (512, 64), (2048, 32), (65504, 32)] {
         for m in ROWS {
             let (codes, rows) = (random.int8s(n * k), random.int8s(m * k));
             check_tiles(&codes, &rows, k, n);
         }
-        for (w, x) in [(127, 127), (-127, 127), (-127, -127), (127, -127)] {
+        for (w, x) in [(127, 127), (-127, 127), (-127, -127), (127, -127), (-128, 127), (-128, -127)] {
             check_tiles(&vec![w; n * k], &vec![x; 5 * k], k, n);
         }
     }

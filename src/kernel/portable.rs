@@ -149,7 +149,7 @@ fn fold(l: [f32; 8]) -> f32 {
 pub(super) struct Strips;
 
 impl StripDot for Strips {
-    fn dot<const A: usize>(self, strip: &[i8], rows: [&[i8]; A]) -> [[i32; 32]; A] {
+    fn dot<const A: usize>(self, strip: &[i8], rows: [&[i8]; A], _: [i32; A]) -> [[i32; 32]; A] {
         let mut out = [[0i32; 32]; A];
         for (kb, block) in strip.as_chunks::<1024>().0.iter().enumerate() {
             for (n, column) in block.as_chunks::<32>().0.iter().enumerate() {

@@ -23,7 +23,7 @@ pub(super) use avx512::Avx512;
 use super::activations::{self, Activations, Row};
 use super::tiles::StripDot;
 use super::{Output, RowDot, drive, wide};
-use crate::tensor::{Dtype, MatrixView, WeightView};
+use crate::tensor::{Dtype, WeightView};
 
 /// A CPU that has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -76,11 +76,6 @@ impl Avx2 {
         unsafe { inner(work) }
     }
 
-    /// See [`super::Kernel::int8_tiles`].
-    pub(super) fn int8_tiles(self, tiles: &[i8], rows: MatrixView<'_, i8>, out: &mut [i32]) {
-        super::tiles::drive(self, tiles, rows, out);
-    }
-
     /// The portable quantiser, compiled for AVX2.
     pub(super) fn quantize<const N: usize>(self, values: &[f32], codes: &mut [i8], scales: &mut [f32]) {
         #[target_feature(enable = "avx2")]
@@ -128,7 +123,7 @@ row_dots! {
 }
 
 impl StripDot for Avx2 {
-    fn dot<const A: usize>(self, strip: &[i8], rows: [&[i8]; A]) -> [[i32; 32]; A] {
+    fn dot<const A: usize>(self, strip: &[i8], rows: [&[i8]; A], _: [i32; A]) -> [[i32; 32]; A] {
         // SAFETY: `self` proves that the CPU has AVX2.
         unsafe { tiles::dot(strip, rows) }
     }

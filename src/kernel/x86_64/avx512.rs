@@ -8,6 +8,7 @@
 mod floats;
 mod large;
 mod small;
+mod tiles;
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -15,6 +16,7 @@ use std::ops::Range;
 
 use super::{Avx2, Codes};
 use crate::kernel::activations::Activations;
+use crate::kernel::tiles::StripDot;
 use crate::kernel::wide;
 use crate::kernel::{Output, TILE_ROWS};
 use crate::tensor::{Dtype, WeightView};
@@ -166,6 +168,13 @@ impl Avx512 {
                 groups.times(&Many::<L> { _cpu: self, turned: &turned }, at, n, &mut to);
             }
         }
+    }
+}
+
+impl StripDot for Avx512 {
+    fn dot<const A: usize>(self, strip: &[i8], rows: [&[i8]; A], sums: [i32; A]) -> [[i32; 32]; A] {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { tiles::dot(strip, rows, sums) }
     }
 }
 
