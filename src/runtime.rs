@@ -272,8 +272,11 @@ impl Runtime {
                 Err(Error::usage("there is no NPU here, and --strict allows no other").or_at(&self.path))
             }
             DeviceChoice::Auto => self.reference(),
-            DeviceChoice::Cpu => self.engine_on(Box::new(CpuTiles::new())),
-            DeviceChoice::Sim => self.engine_on(Box::new(Npu::new(Sim::new(profile), profile))),
+            DeviceChoice::Cpu => self.engine_on(Box::new(CpuTiles::on(Arc::clone(&self.pool)))),
+            DeviceChoice::Sim => {
+                let sim = Sim::new(profile).on(Arc::clone(&self.pool));
+                self.engine_on(Box::new(Npu::new(sim, profile)))
+            }
         }
     }
 

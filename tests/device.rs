@@ -12,6 +12,7 @@ use orkpack::device::{
 };
 use orkpack::profile::DeviceProfile;
 use orkpack::tensor::{Int8Matrix, MatrixView};
+use orkpack::threads::Pool;
 use orkpack::tile::{Scratch, SubMatrix, cut, tile};
 
 fn profile() -> DeviceProfile {
@@ -152,6 +153,7 @@ fn every_class_of_shape_is_exact_on_every_device() {
         rows: &'static [usize],
     }
     let profile = profile();
+    let pool = Arc::new(Pool::new(3));
     for Case { n_in, n_out, rows } in [
         Case { n_in: 256, n_out: 32, rows: &[1, 2, 127, 128, 129, 257] },
         Case { n_in: 512, n_out: 48, rows: &[1, 64, 65, 703, 704, 705] },
@@ -169,15 +171,22 @@ fn every_class_of_shape_is_exact_on_every_device() {
         Case { n_in: 256, n_out: 8224, rows: &[1, 2] },
     ] {
         let weights = matrix(n_in, n_out, (n_in + n_out) as u32);
-        let (mut cpu, mut npu) = (CpuTiles::new(), sim(&profile));
-        let on_cpu = load(&mut cpu, &weights, &profile, 0);
-        let on_npu = load(&mut npu, &weights, &profile, 0);
-        prepare(&mut npu, &[(0, &on_npu)]);
-        for &m in rows {
-            let rows = codes(m * n_in, m as u32);
-            let expected = naive(&rows, &weights);
-            assert_eq!(multiply(&mut cpu, &on_cpu, &rows).unwrap(), expected, "cpu {m} × {n_in} × {n_out}");
-            assert_eq!(multiply(&mut npu, &on_npu, &rows).unwrap(), expected, "sim {m} × {n_in} × {n_out}");
+        let on_pool = Npu::new(Sim::new(&profile).on(Arc::clone(&pool)), &profile);
+        let devices: [(&str, Box<dyn Device>); 4] = [
+            ("cpu", Box::new(CpuTiles::new())),
+            ("cpu, three threads", Box::new(CpuTiles::on(Arc::clone(&pool)))),
+            ("sim", Box::new(sim(&profile))),
+            ("sim, three threads", Box::new(on_pool)),
+        ];
+        let products: Vec<_> = rows.iter().map(|&m| codes(m * n_in, m as u32)).collect();
+        let expected: Vec<_> = products.iter().map(|rows| naive(rows, &weights)).collect();
+        for (name, mut device) in devices {
+            let placed = load(device.as_mut(), &weights, &profile, 0);
+            prepare(device.as_mut(), &[(0, &placed)]);
+            for (rows, expected) in products.iter().zip(&expected) {
+                let found = multiply(device.as_mut(), &placed, rows).unwrap();
+                assert_eq!(&found, expected, "{name}: {} × {n_in} × {n_out}", rows.len() / n_in);
+            }
         }
     }
 }

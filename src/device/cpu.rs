@@ -1,18 +1,20 @@
 //! Products on the CPU from the NPU's own tiles: the reference device, and what computes a matrix when an NPU fails.
 //!
 //! Sums are exact integers, so the results are those of every other device, bit for bit. Weights are read in place:
-//! chunks either own their bytes or are views of a pack that is mapped anyway. One thread.
+//! chunks either own their bytes or are views of a pack that is mapped anyway. Outputs are dealt to the threads of a
+//! pool, where there is one.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Account, ChunkId, Device, DeviceError, DomainAccount, Job, PlacedPart};
 use crate::bytes::FileBytes;
 use crate::kernel::Kernel;
 use crate::tensor::MatrixView;
+use crate::threads::Pool;
 use crate::tile::{SubMatrix, TILE, TileError};
 
 /// The reference device: any shape of tiles, any number of chunks and domains.
@@ -21,6 +23,7 @@ pub struct CpuTiles {
     chunks: BTreeMap<ChunkId, Chunk>,
     created: u32,
     done: Account,
+    pool: Option<Arc<Pool>>,
 }
 
 #[derive(Debug)]
@@ -46,9 +49,14 @@ impl Chunk {
 }
 
 impl CpuTiles {
-    /// A device without chunks.
+    /// A device without chunks, on one thread.
     pub fn new() -> CpuTiles {
         CpuTiles::default()
+    }
+
+    /// A device without chunks, on the threads of a pool.
+    pub fn on(pool: Arc<Pool>) -> CpuTiles {
+        CpuTiles { pool: Some(pool), ..CpuTiles::default() }
     }
 
     /// A chunk that is a range of a file, without copying it; `None` when the file has no such range.
@@ -84,7 +92,7 @@ impl CpuTiles {
         }
         for job in jobs {
             for placed in &job.matrix.parts {
-                multiply_tiles(self.tiles(placed)?, &placed.part, job.rows, job.out)?;
+                multiply_part(self.pool.as_deref(), self.tiles(placed)?, &placed.part, job.rows, job.out)?;
             }
             self.done.programs += job.matrix.parts.len() as u64;
         }
@@ -171,6 +179,17 @@ pub fn multiply_tiles(
     rows: MatrixView<'_, i8>,
     out: &mut [i32],
 ) -> Result<(), TileError> {
+    multiply_part(None, tiles, part, rows, out)
+}
+
+/// [`multiply_tiles`] on the threads of a pool.
+fn multiply_part(
+    pool: Option<&Pool>,
+    tiles: &[u8],
+    part: &SubMatrix,
+    rows: MatrixView<'_, i8>,
+    out: &mut [i32],
+) -> Result<(), TileError> {
     let m = rows.n_rows();
     let n_out = out.len().checked_div(m).unwrap_or(0);
     let in_tiles = [part.k_padded, part.n_padded]
@@ -190,7 +209,7 @@ pub fn multiply_tiles(
     let padded = pad_rows(rows, part);
     let Some(padded) = MatrixView::new(&padded, m, k) else { return Ok(()) };
     let mut sums = vec![0; m * n];
-    multiply(bytemuck::cast_slice(tiles), k, n, padded, &mut sums);
+    multiply(pool, bytemuck::cast_slice(tiles), k, n, padded, &mut sums);
     for (row, sums) in sums.chunks_exact(n).enumerate() {
         super::collect(part, sums, &mut out[row * n_out..][..n_out]);
     }
@@ -210,7 +229,53 @@ fn pad_rows<'a>(rows: MatrixView<'a, i8>, part: &SubMatrix) -> Cow<'a, [i8]> {
     Cow::Owned(padded)
 }
 
+/// Bytes of tiles that are worth waking other threads for: some ten microseconds of one core.
+const WORTH_SHARING: usize = 256 << 10;
+
 /// `out[r][n] = Σ_k rows[r][k] · tiles[k][n]`, exact: `[m, k]` times tiles of `k` inputs and `n` outputs.
-pub(super) fn multiply(tiles: &[i8], k: usize, n: usize, rows: MatrixView<'_, i8>, out: &mut [i32]) {
-    Kernel::detect().int8_tiles(tiles, k, n, rows, out);
+pub(super) fn multiply(
+    pool: Option<&Pool>,
+    tiles: &[i8],
+    k: usize,
+    n: usize,
+    rows: MatrixView<'_, i8>,
+    out: &mut [i32],
+) {
+    let kernel = Kernel::detect();
+    match pool {
+        Some(pool) if pool.n_threads() > 1 && tiles.len() >= WORTH_SHARING => {
+            let n_pieces = 4 * pool.n_threads();
+            let width = TILE * (n / TILE).div_ceil(n_pieces);
+            multiply_pieces(pool, kernel, tiles.chunks(width * k), rows, out);
+        }
+        _ => kernel.int8_tiles(tiles, k, n, rows, out),
+    }
+}
+
+/// Ranges of outputs, each with its tiles, on any threads; their sums are put beside each other afterwards. Neither
+/// `m` nor `k` is 0.
+fn multiply_pieces<'a>(
+    pool: &Pool,
+    kernel: Kernel,
+    pieces: impl Iterator<Item = &'a [i8]>,
+    rows: MatrixView<'_, i8>,
+    out: &mut [i32],
+) {
+    let (m, k) = (rows.n_rows(), rows.n_cols());
+    let pieces: Vec<_> = pieces.map(|tiles| (tiles, Mutex::new(vec![0; m * (tiles.len() / k)]))).collect();
+    pool.run(pieces.len(), &|i| {
+        let (tiles, sums) = &pieces[i];
+        let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+        kernel.int8_tiles(tiles, k, tiles.len() / k, rows, &mut sums);
+    });
+    let n = out.len() / m;
+    let mut first = 0;
+    for (tiles, sums) in pieces {
+        let width = tiles.len() / k;
+        let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for (out, sums) in out.chunks_exact_mut(n).zip(sums.chunks_exact(width)) {
+            out[first..first + width].copy_from_slice(sums);
+        }
+        first += width;
+    }
 }

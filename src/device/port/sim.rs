@@ -14,10 +14,12 @@ mod memory;
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Buffer, BufferId, Clock, CoreTasks, Direction, Port, PortError, Submission, Ticket};
 use crate::profile::DeviceProfile;
+use crate::threads::Pool;
 use memory::Memory;
 
 /// What goes wrong, and when: numbers count from the injection on, 1 being the next.
@@ -104,6 +106,7 @@ pub struct Sim {
     faults: Vec<Fault>,
     counters: Counters,
     clock: Clock,
+    pool: Option<Arc<Pool>>,
 }
 
 impl Sim {
@@ -133,7 +136,14 @@ impl Sim {
             faults: Vec::new(),
             counters: Counters::default(),
             clock: Clock::default(),
+            pool: None,
         }
+    }
+
+    /// The same, its products on the threads of a pool. What is modelled does not change.
+    #[must_use]
+    pub fn on(self, pool: Arc<Pool>) -> Sim {
+        Sim { pool: Some(pool), ..self }
     }
 
     /// Makes something go wrong from now on.
@@ -237,7 +247,8 @@ impl Sim {
         let programs: u32 = flight.cores.iter().map(|tasks| tasks.count).sum();
         let mut micros = self.rates.submit_us + self.rates.program_us * f64::from(programs - 1);
         for &tasks in &flight.cores {
-            micros += execute::run(&mut self.memory, flight, tasks, mood, &self.rates, &mut self.counters)?;
+            let (memory, pool) = (&mut self.memory, self.pool.as_deref());
+            micros += execute::run(memory, flight, tasks, mood, pool, &self.rates, &mut self.counters)?;
         }
         self.clock.run_us += micros;
         Ok(())

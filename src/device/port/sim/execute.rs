@@ -6,6 +6,7 @@ use super::{Counters, Flight, Rates};
 use crate::device::cpu::multiply;
 use crate::device::port::{CoreTasks, PortError};
 use crate::tensor::MatrixView;
+use crate::threads::Pool;
 use crate::tile::TILE;
 
 /// Bytes of a task.
@@ -28,6 +29,7 @@ pub(super) fn run(
     flight: &Flight,
     tasks: CoreTasks,
     mood: Mood,
+    pool: Option<&Pool>,
     rates: &Rates,
     counters: &mut Counters,
 ) -> Result<f64, PortError> {
@@ -44,7 +46,7 @@ pub(super) fn run(
             return Err(fail(format!("the chain ends, or goes on, at {} of {}", index + 1, tasks.count)));
         }
         linked = decoded.next;
-        compute(memory, flight, &decoded, mood).map_err(fail)?;
+        compute(memory, flight, &decoded, mood, pool).map_err(fail)?;
         let (bytes, macs) = (decoded.k * decoded.n, decoded.m * decoded.k * decoded.n);
         micros += (bytes as f64 / rates.bytes_per_us).max(macs as f64 / rates.macs_per_us);
         counters.programs += 1;
@@ -78,7 +80,13 @@ fn listed<T>(value: T, span: Span, buffers: &[super::BufferId]) -> Result<T, Str
 }
 
 /// Computes one product from the bytes that its addresses point at.
-fn compute(memory: &mut Memory, flight: &Flight, program: &Decoded, mood: Mood) -> Result<(), String> {
+fn compute(
+    memory: &mut Memory,
+    flight: &Flight,
+    program: &Decoded,
+    mood: Mood,
+    pool: Option<&Pool>,
+) -> Result<(), String> {
     let &Decoded { m, k, n, .. } = program;
     let a = memory.resolve(flight.domain, program.a, m * k)?;
     let weights = memory.resolve(flight.domain, program.weights, k * n)?;
@@ -99,14 +107,16 @@ fn compute(memory: &mut Memory, flight: &Flight, program: &Decoded, mood: Mood) 
         let out = &mut out[(c.offset / 4) as usize..][..(m * n) as usize];
         match mood.zeros {
             true => out.fill(0),
-            false => product(program, bytemuck::cast_slice(a), bytemuck::cast_slice(weights), mood, out),
+            false => {
+                product(program, bytemuck::cast_slice(a), bytemuck::cast_slice(weights), mood, pool, out);
+            }
         }
     });
     memory.put_device_view(c.id, view);
     result
 }
 
-fn product(program: &Decoded, a: &[i8], weights: &[i8], mood: Mood, out: &mut [i32]) {
+fn product(program: &Decoded, a: &[i8], weights: &[i8], mood: Mood, pool: Option<&Pool>, out: &mut [i32]) {
     let (m, k, n) = (program.m as usize, program.k as usize, program.n as usize);
     let turned;
     let weights = if mood.wrong_order {
@@ -124,7 +134,7 @@ fn product(program: &Decoded, a: &[i8], weights: &[i8], mood: Mood, out: &mut [i
         a
     };
     if let Some(a) = MatrixView::new(a, m, k) {
-        multiply(weights, k, n, a, out);
+        multiply(pool, weights, k, n, a, out);
     }
 }
 
