@@ -1,6 +1,6 @@
 //! Loading hot experts: one buffer and one read per chunk, beside the 5.9 ms per matrix of the prior system.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use orkpack::convert::{Choice, Request, StatisticsFrom, prepare};
@@ -54,7 +54,7 @@ fn copy_ms(path: &Path, bytes: usize) -> f64 {
     began.elapsed().as_secs_f64() * 1e3
 }
 
-fn pack(folder: &Path) -> std::path::PathBuf {
+fn pack(folder: &Path) -> PathBuf {
     let spec = MoeSpec {
         n_layer: 1,
         n_embd: 2048,
@@ -68,8 +68,13 @@ fn pack(folder: &Path) -> std::path::PathBuf {
     };
     let model = folder.join("model.gguf");
     std::fs::write(&model, tiny_moe(&spec)).expect("room for a model");
+    convert(model, folder.join("model.orkpack"))
+}
+
+/// A pack of the model with as many hot experts as there is room for.
+pub fn convert(model: PathBuf, output: PathBuf) -> PathBuf {
     let request = Request {
-        output: folder.join("model.orkpack"),
+        output,
         model,
         existing: Existing::Keep,
         choice: Choice {

@@ -1,9 +1,10 @@
 //! Measurements, as ratios or beside a limit of the same run: `cargo bench`. Nothing here asserts.
 //!
 //! ```text
-//! cargo bench                                     load, plan, kernels and hits
+//! cargo bench                                     load, plan, kernels, hits and hot
 //! cargo bench -- kernels                          one part of these
 //! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files
+//! cargo bench -- --model X.orkpack                its hot experts on the software NPU, beside the CPU alone
 //! cargo bench -- --model X.gguf --busy            one thread, by processor time: for a machine that is not idle
 //! ORKPACK_PEER_PYTHON=…/python cargo bench -- …   beside llama.cpp, as that Python's llama-cpp-python has it
 //! ```
@@ -13,6 +14,7 @@
 
 mod files;
 mod hits;
+mod hot;
 mod kernels;
 mod load;
 mod peer;
@@ -43,14 +45,22 @@ fn main() {
     BUSY.store(parts.len() < before, Ordering::Relaxed);
     let wanted = |part: &str| parts.is_empty() || parts.iter().any(|wanted| wanted == part);
     if let Some(model) = model {
+        if model.extension().is_some_and(|extension| extension == "orkpack") {
+            return hot::of_pack(&model);
+        }
         speed::bench(&model, wanted);
         if wanted("files") {
             files::bench(&model);
         }
         return;
     }
-    let benches: [(&str, fn()); 4] =
-        [("load", load::bench), ("plan", plan::bench), ("kernels", kernels::bench), ("hits", hits::bench)];
+    let benches: [(&str, fn()); 5] = [
+        ("load", load::bench),
+        ("plan", plan::bench),
+        ("kernels", kernels::bench),
+        ("hits", hits::bench),
+        ("hot", hot::bench),
+    ];
     for (part, bench) in benches {
         if wanted(part) {
             bench();
