@@ -20,6 +20,8 @@ pub(super) struct LayerModel {
     pub order: Vec<u32>,
     /// Probability that a token uses each expert, in that order.
     pub inclusion: Vec<f64>,
+    /// Logarithm of the probability that a token does not use each; finite where all tokens do.
+    pub log_unused: Vec<f64>,
     /// How many at the front are hot because the user said so.
     pub n_forced: usize,
     /// The programs of gate, up and down; `None` where no program can hold the matrix.
@@ -100,6 +102,7 @@ impl LayerModel {
             source_bytes: order.iter().map(bytes).collect(),
             hits: prefix_hits(&inclusion, shape.n_used),
             rows: counted.map(|rows| BatchRows::counted(rows, &order, &inclusion)).collect(),
+            log_unused: inclusion.iter().map(|used| (-used.min(1.0 - 1e-12)).ln_1p()).collect(),
             n_forced: forced.len(),
             n_used: shape.n_used,
             order,

@@ -30,30 +30,37 @@ impl Paging {
     /// Bytes that a pass of so many tokens reads from disk when these are hot; 0 where everything fits.
     pub fn bytes(&self, request: &PlanRequest<'_>, case: &Case, hot: &[Hot], tokens: u32) -> f64 {
         let dense = request.shape.dense_bytes as f64;
-        // Bytes and probability of use in a pass of what the CPU reads.
+        // Of what the CPU reads: bytes, and the logarithm of the probability that a pass does not use it.
         let mut used: Vec<(f64, f64)> = Vec::new();
         for (model, hot) in case.models.iter().zip(hot) {
             for (at, [gate, up, down]) in model.source_bytes().iter().enumerate() {
                 let gate_up = if at < hot.gate_up { 0.0 } else { gate + up };
                 let bytes = gate_up + if at < hot.down { 0.0 } else { *down };
-                let never = (1.0 - model.inclusion[at]).powf(f64::from(tokens));
-                used.push((bytes, 1.0 - never));
+                used.push((bytes, f64::from(tokens) * model.log_unused[at]));
             }
         }
         let all: f64 = used.iter().map(|(bytes, _)| bytes).sum();
         if dense + all <= self.room {
             return 0.0;
         }
-        let missed = |t: f64| used.iter().map(|&(bytes, q)| bytes * q * (1.0 - q).powf(t)).sum::<f64>();
+        let missed =
+            |t: f64| used.iter().map(|&(bytes, a)| bytes * (1.0 - a.exp()) * (a * t).exp()).sum::<f64>();
         if dense >= self.room {
             return dense - self.room + missed(0.0);
         }
-        let found = |t: f64| used.iter().map(|&(bytes, q)| bytes * (1.0 - (1.0 - q).powf(t))).sum::<f64>();
-        let (mut low, mut high) = (-20.0f64, 40.0f64);
-        for _ in 0..48 {
-            let middle = 0.5 * (low + high);
-            if dense + found(middle.exp2()) < self.room { low = middle } else { high = middle }
+        // Newton's method: what is found grows with t, less and less, so that from 0 on it never passes the solution.
+        let mut t = 0.0;
+        for _ in 0..64 {
+            let (found, slope) = used.iter().fold((dense, 0.0), |(found, slope), &(bytes, a)| {
+                let not = bytes * (a * t).exp();
+                (found + bytes - not, slope - a * not)
+            });
+            let step = (self.room - found) / slope;
+            if step.is_nan() || step <= 1e-9 * t {
+                break;
+            }
+            t += step;
         }
-        missed(low.exp2())
+        missed(t)
     }
 }

@@ -7,7 +7,7 @@ use super::select::{self, Choices, Fronts, State, Weights};
 use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanRequest, Planner, memory};
 
 /// Steps of the window at which the memory that copies take is weighed against the model's.
-const MEMORY_STEPS: u64 = 32;
+const MEMORY_STEPS: u64 = 16;
 
 /// What was selected for one budget.
 pub(super) struct Selected<'p> {
