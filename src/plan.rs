@@ -159,12 +159,10 @@ pub enum PlanError {
         what: String,
     },
     /// Experts to be hot that are more than the budget.
-    #[error("the experts of --force-hot need {needed} in domain {domain}, the budget is {budget}")]
+    #[error("the experts of --force-hot need {needed} in one domain, the budget is {budget}")]
     ForceHotOverBudget {
-        /// Bytes of them.
+        /// Bytes of them in the fullest domain, in as many domains as need least.
         needed: Bytes,
-        /// In this domain.
-        domain: u32,
         /// Bytes allowed.
         budget: Bytes,
     },
@@ -234,15 +232,9 @@ impl<'a> Planner<'a> {
         let forced = check_forced(request)?;
         let cases = cases(request, &forced)?;
         let page = request.profile.memory.page_bytes.value;
-        let bytes = |model: &LayerModel| {
-            let (gate_up, down) = model.bytes(page);
-            (gate_up + down) * model.n_expert() as u64
-        };
-        let layer_bytes: Vec<u64> = cases[1].models.iter().map(bytes).collect();
+        let layer_bytes: Vec<u64> = cases[1].models.iter().map(|model| model.all_bytes(page)).collect();
         let layouts = (1..=request.domains).map(|n| place::domains(&layer_bytes, n)).collect();
-        let planner = Planner { request, budget, cases, layouts };
-        planner.check_forced_bytes(budget)?;
-        Ok(planner)
+        Ok(Planner { request, budget, cases, layouts })
     }
 
     /// The plan for the budget that was asked for.
@@ -263,12 +255,10 @@ impl<'a> Planner<'a> {
         let Planner { request, cases, .. } = self;
         let &PlanRequest { shape, profile, objective, .. } = *request;
         check_window(budget, profile)?;
-        self.check_forced_bytes(budget.0)?;
         let mut selectors = Selectors::new(self);
-        let selected = selectors.select(budget.0);
-        let Some((Selected { weights, states, usable, domains, .. }, gap)) = selected else {
-            return Err(PlanError::OverWindow { budget, window: profile.window() });
-        };
+        let selected = selectors.select(budget.0)?;
+        let gap = selectors.gap(&selected);
+        let Selected { weights, states, usable, domains, .. } = selected;
         let (likely, choices, n_domains) = (&cases[1], selectors.choices(), selector::n_domains(domains));
         let hot = [Regime::Decode, Regime::Prefill]
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
@@ -334,17 +324,6 @@ impl<'a> Planner<'a> {
     /// The largest budget that makes a difference: the window, or what everything needs in the fullest domain.
     pub fn most_budget(&self) -> Bytes {
         self.request.profile.window().min(Bytes(Selectors::new(self).fullest(Choices::most).1))
-    }
-
-    /// The experts that the user named must fit in some number of domains.
-    fn check_forced_bytes(&self, budget: u64) -> Result<(), PlanError> {
-        let choices = self.choices();
-        let fits = |domains: &Vec<u32>| check_forced_bytes(&choices, domains, budget);
-        let (last, fewer) = self.layouts.split_last().map_or((None, &[][..]), |(l, f)| (Some(l), f));
-        if fewer.iter().any(|domains| fits(domains).is_ok()) {
-            return Ok(());
-        }
-        last.map_or(Ok(()), fits)
     }
 
     fn choices(&self) -> Vec<Choices<'_>> {
@@ -418,18 +397,6 @@ fn check_forced(request: &PlanRequest<'_>) -> Result<Vec<Vec<u32>>, PlanError> {
         }
     }
     Ok(forced)
-}
-
-fn check_forced_bytes(choices: &[Choices<'_>], domains: &[u32], budget: u64) -> Result<(), PlanError> {
-    let mut needed = [0u64; 16];
-    for (choice, &domain) in choices.iter().zip(domains) {
-        let sum = &mut needed[domain as usize % 16];
-        *sum += choice.bytes_of(choice.base());
-        if *sum > budget {
-            return Err(PlanError::ForceHotOverBudget { needed: Bytes(*sum), domain, budget: Bytes(budget) });
-        }
-    }
-    Ok(())
 }
 
 /// Slowest, likely and fastest case.

@@ -380,12 +380,8 @@ pub struct MemoryAccount {
     pub ram_bytes: u64,
 }
 
-fn is_zero(bytes: &u64) -> bool {
-    *bytes == 0
-}
-
-fn is_none_at_all(share: &f64) -> bool {
-    *share == 0.0
+fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// A plan: what is resident where, how far each regime goes, and what that is expected to give.
@@ -422,7 +418,7 @@ pub struct Plan {
     pub memory: MemoryAccount,
     /// How much more of the time that is saved another choice within the budget could save, at most, in the regimes that
     /// count; 0 where this is the best.
-    #[serde(default, skip_serializing_if = "is_none_at_all")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub gap: f64,
     /// Decode first, then prefill.
     pub cuts: Vec<Cut>,

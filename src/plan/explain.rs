@@ -192,11 +192,11 @@ impl Planner<'_> {
         }
         // With everything resident nothing changes any more.
         let (_, all) = selectors.fullest(Choices::most);
-        let least = self.least_budget().0.div_ceil(grain);
+        let least = selectors.fullest(Choices::base).0.div_ceil(grain);
         let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
             let selected = selectors.select(budget * grain);
-            selected.is_some_and(|(selected, _)| wanted.at < selected.states[wanted.layer].n_items())
+            selected.is_ok_and(|selected| wanted.at < selected.states[wanted.layer].n_items())
         };
         for (wanted, flip) in wanted.iter().zip(&mut flips) {
             let ranked = &plan.layers[wanted.layer];

@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::rc::Rc;
 
+use rayon::prelude::*;
+
 use super::cost::{Bound, Rates};
 use super::document::{
     Advice, Basis, Forecast, HitRate, HitRates, MemoryAccount, Objective, Range, Regime, Verdict, tidy,
@@ -50,8 +52,8 @@ impl Case {
             Bound::Likely => disk.value,
             Bound::Fast => disk.high(),
         };
-        let decode = models.iter().map(|model| model.decode(&rates)).collect();
-        let prefill = models.iter().map(|model| model.batch(&rates, PROMPT_TOKENS)).collect();
+        let decode = models.par_iter().map(|model| model.decode(&rates)).collect();
+        let prefill = models.par_iter().map(|model| model.batch(&rates, PROMPT_TOKENS)).collect();
         Case { rates, models, decode, prefill, disk_bytes }
     }
 
@@ -98,13 +100,7 @@ pub(super) fn forecast(
         Hot { gate_up: n(gate_up), down: n(down), domain: 0 }
     };
     let page = request.profile.memory.page_bytes.value;
-    let bytes_of_all = |case: &Case| -> u64 {
-        let bytes = |model: &LayerModel| {
-            let (gate_up, down) = model.bytes(page);
-            (gate_up + down) * model.n_expert() as u64
-        };
-        case.models.iter().map(bytes).sum()
-    };
+    let bytes_of_all = |case: &Case| case.models.iter().map(|model| model.all_bytes(page)).sum();
     let speeds = |case: &Case| -> [f64; 3] {
         let curves = case.curves_of(tokens);
         let cold = vec![Hot { gate_up: 0, down: 0, domain: 0 }; hot.len()];

@@ -117,6 +117,12 @@ impl LayerModel {
         self.order.len()
     }
 
+    /// Page-rounded bytes of all its experts, as far as they can be hot.
+    pub fn all_bytes(&self, page: u64) -> u64 {
+        let (gate_up, down) = self.bytes(page);
+        (gate_up + down) * self.n_expert() as u64
+    }
+
     /// `[n_expert][3]`, best first: source bytes of gate, up and down.
     pub fn source_bytes(&self) -> &[[f64; 3]] {
         &self.source_bytes

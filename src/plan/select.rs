@@ -9,6 +9,8 @@
 //! What a state is worth counts only as far down as each regime would go, so that more residency is never worth
 //! less, nor is a larger budget.
 
+use rayon::prelude::*;
+
 use super::layer::{Curves, LayerModel};
 
 /// Budgets that are told apart at most: above, bytes are counted in larger units, rounded up.
@@ -126,41 +128,45 @@ impl<'a> Choices<'a> {
     /// numbers, those with no more of one of the two than the user demands, and every so many beside.
     fn states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
         let base = self.base.n_items();
-        let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)];
-        // Least cost of a cut of whole experts, up to so many.
-        let whole = regimes.map(|(_, curves)| {
+        // The regimes that count: weight, curves, and the least cost of a cut of whole experts, up to so many.
+        let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)].into_iter();
+        let with_whole = |(weight, curves): (f64, &'a Curves)| {
             let mut least = f64::INFINITY;
             let cost = |n: usize| {
                 least = if n < base { least } else { curves.at(n, n).min(least) };
                 least
             };
-            (0..=self.most.gate_up.min(self.most.down)).map(cost).collect::<Vec<f64>>()
-        });
-        let mut worth = |state: State, beyond: [f64; 2]| {
-            let saved = |r: usize| {
-                let (weight, curves) = regimes[r];
-                let least = beyond[r].min(whole[r][state.gate_up.min(state.down)]);
-                if weight > 0.0 { weight * (curves.of(self.base) - least) } else { 0.0 }
-            };
-            visit(state, saved(0) + saved(1) + weights.hits * self.hits(state));
+            let whole: Vec<f64> = (0..=self.most.gate_up.min(self.most.down)).map(cost).collect();
+            (weight, curves, whole)
         };
+        let regimes: Vec<_> = regimes.filter(|(weight, _)| *weight > 0.0).map(with_whole).collect();
+        let mut worth = |state: State, beyond: &[f64]| {
+            let saved = |((weight, curves, whole), beyond): (&(f64, &Curves, Vec<f64>), &f64)| {
+                weight * (curves.of(self.base) - beyond.min(whole[state.gate_up.min(state.down)]))
+            };
+            let saved: f64 = regimes.iter().zip(beyond).map(saved).sum();
+            let hits = if weights.hits > 0.0 { weights.hits * self.hits(state) } else { 0.0 };
+            visit(state, saved + hits);
+        };
+        let mut beyond = vec![f64::INFINITY; regimes.len()];
         // As many gates as downs or more, then fewer.
         for more_gates in [true, false] {
-            let split =
-                |State { gate_up, down }: State| if more_gates { (down, gate_up) } else { (gate_up, down) };
+            let split = |State { gate_up, down }: State| {
+                if more_gates { (down, gate_up) } else { (gate_up, down) }
+            };
             let ((short_base, long_base), (most_short, most_long)) = (split(self.base), split(self.most));
             for short in short_base..=most_short {
-                let mut beyond = [f64::INFINITY; 2];
+                beyond.fill(f64::INFINITY);
                 let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
                 for long in first..=most_long {
                     let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
                     let state = State { gate_up, down };
-                    for (least, (_, curves)) in beyond.iter_mut().zip(&regimes) {
+                    for (least, (_, curves, _)) in beyond.iter_mut().zip(&regimes) {
                         *least = least.min(curves.of(state));
                     }
                     let between = long != first && short != short_base;
                     if !between || (short.is_multiple_of(step) && long.is_multiple_of(step)) {
-                        worth(state, beyond);
+                        worth(state, &beyond);
                     }
                 }
             }
@@ -188,7 +194,14 @@ struct Point {
 /// The states that none beats with as few units, by units; at the front the one that the user demands.
 fn front(choice: &Choices<'_>, weights: Weights, unit: u64, most_units: u64) -> Vec<Point> {
     let base = choice.bytes_of(choice.base);
-    let units = |state: State| (choice.bytes_of(state) - base).div_ceil(unit);
+    // Most often units divide all sizes; then there is nothing to round, state by state.
+    let (gate_up, down) = choice.bytes;
+    let whole = gate_up.is_multiple_of(unit) && down.is_multiple_of(unit);
+    let (gate_up, down, first) = (gate_up / unit, down / unit, base / unit);
+    let units = |state: State| match whole {
+        true => state.gate_up as u64 * gate_up + state.down as u64 * down - first,
+        false => (choice.bytes_of(state) - base).div_ceil(unit),
+    };
     let length = units(choice.most).min(most_units) as usize + 1;
     let mut best: Vec<Option<Point>> = vec![None; length];
     let step = choice.model.n_expert().div_ceil(FINE).max(1);
@@ -270,7 +283,7 @@ impl Fronts {
         let unit = (window / most_units).div_ceil(grain).max(1) * grain;
         let fine = choices.iter().all(|choice| choice.model.n_expert() <= FINE);
         let fronts: Vec<Vec<Point>> =
-            choices.iter().map(|choice| front(choice, weights, unit, window / unit)).collect();
+            choices.par_iter().map(|choice| front(choice, weights, unit, window / unit)).collect();
         let mut steps: Vec<(f64, usize, Point)> = Vec::new();
         for (layer, front) in fronts.iter().enumerate() {
             steps.extend(hull(front).windows(2).map(|pair| (slope(pair[0], pair[1]), layer, pair[1])));

@@ -4,7 +4,8 @@ use super::document::{MemoryAccount, Objective, Regime};
 use super::forecast::{self, Case, Hot};
 use super::paging::{self, Paging};
 use super::select::{self, Choices, Fronts, State, Weights};
-use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanRequest, Planner, memory};
+use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanError, PlanRequest, Planner, memory};
+use crate::units::Bytes;
 
 /// Steps of the window at which the memory that copies take is weighed against the model's.
 const MEMORY_STEPS: u64 = 16;
@@ -38,24 +39,34 @@ impl<'p> Selectors<'p> {
         self.selectors.first().map_or(&[], |selector| &selector.choices)
     }
 
-    /// The states for a budget, and what of the time that is saved another choice could save more, at most: 0 for the
-    /// best. Every domain that is used costs a switch per pass, so fewer may do better; among equals the fewest. Made
-    /// for hits, a plan uses all. `None` where what the user demands is more than the budget in any number of domains.
-    pub fn select(&mut self, budget: u64) -> Option<(Selected<'p>, f64)> {
-        let fit = self.selectors.iter_mut().filter(|selector| selector.fullest(Choices::base) <= budget);
-        let mut best: Option<(f64, Selected<'p>, &mut Selector<'p>)> = None;
-        for selector in fit {
+    /// The states for a budget. Every domain that is used costs a switch per pass, so fewer may do better; among equals
+    /// the fewest. Made for hits, a plan uses all.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::ForceHotOverBudget`] where what the user demands is more, in any number of domains.
+    pub fn select(&mut self, budget: u64) -> Result<Selected<'p>, PlanError> {
+        let mut best: Option<(f64, Selected<'p>)> = None;
+        let alone = self.selectors.len() == 1;
+        for selector in self.selectors.iter_mut().filter(|s| s.fullest(Choices::base) <= budget) {
             let selected = selector.select(budget);
-            let counts = selected.weights.hits <= 0.0 && selector.planner.layouts.len() > 1;
+            let counts = selected.weights.hits <= 0.0 && !alone;
             let seconds = if counts { selector.seconds_with_disk(&selected).iter().sum() } else { 0.0 };
-            if best.as_ref().is_none_or(|(least, ..)| seconds < *least || !counts) {
-                best = Some((seconds, selected, selector));
+            if best.as_ref().is_none_or(|(least, _)| seconds < *least || !counts) {
+                best = Some((seconds, selected));
             }
         }
-        best.map(|(_, selected, selector)| {
-            let gap = selector.gap(&selected);
-            (selected, gap)
-        })
+        let needed = || PlanError::ForceHotOverBudget {
+            needed: Bytes(self.fullest(Choices::base).0),
+            budget: Bytes(budget),
+        };
+        best.map(|(_, selected)| selected).ok_or_else(needed)
+    }
+
+    /// The share of what is saved that any other choice in these domains could save more, at most; 0 for the best.
+    pub fn gap(&mut self, selected: &Selected<'p>) -> f64 {
+        let chosen = |selector: &&mut Selector<'p>| selector.domains == selected.domains;
+        self.selectors.iter_mut().find(chosen).map_or(0.0, |selector| selector.gap(selected))
     }
 
     /// Least bytes of the fullest domain with these states, over all numbers of domains, and most.
