@@ -14,7 +14,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{Avx2, Codes};
+use super::{Avx2, Codes, load16};
 use crate::kernel::activations::Activations;
 use crate::kernel::tiles::StripDot;
 use crate::kernel::wide;
@@ -311,6 +311,22 @@ unsafe fn load64<T>(bytes: *const T) -> __m512i {
     unsafe { _mm512_loadu_si512(bytes.cast()) }
 }
 
+/// The 16 bytes `at` of each of four blocks, a quarter each.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn quarter_each(blocks: [*const u8; 4], at: usize) -> __m512i {
+    // SAFETY: the caller vouches for the bytes.
+    let [a, b, c, d] = unsafe { blocks.map(|block| &*block.add(at).cast::<[u8; 16]>()) };
+    // A broadcast that is masked takes no shuffle, of which there are few at a time.
+    let bytes = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(load16(a)), 0x00f0, load16(b));
+    let bytes = _mm512_mask_broadcast_i32x4(bytes, 0x0f00, load16(c));
+    _mm512_mask_broadcast_i32x4(bytes, 0xf000, load16(d))
+}
+
 /// 32 bytes from anywhere, twice.
 ///
 /// # Safety
@@ -371,9 +387,15 @@ fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
     out
 }
 
-/// Asks for the line that is `ahead` bytes after `bytes`, which need not be there.
+/// Asks for the weights that come some way after those of a step, `bytes` from each of four rows of `row_bytes`, of
+/// which `done` bytes were read before. Rows lie one behind the other, so that in the end every line of theirs was
+/// asked for, in order and once.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn prefetch(bytes: *const u8, ahead: usize) {
-    _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(ahead).cast());
+fn prefetch(rows: &[*const u8; 4], row_bytes: usize, done: usize, bytes: usize) {
+    let next = rows[0].wrapping_add(4 * done + AHEAD.max(4 * row_bytes));
+    for line in (0..4 * bytes).step_by(64) {
+        // To the second cache: the first is small, and its own prefetcher brings them the rest of the way.
+        _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line).cast());
+    }
 }

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::{AHEAD, Codes, Loops, TURNED, load64, prefetch, quarters, transpose};
+use super::{Codes, Loops, TURNED, load64, neighbours, prefetch, quarter_each, quarters, transpose};
 use crate::blocks::iq4_nl::STEPS;
 use crate::blocks::mxfp4::{DOUBLED, half_scale};
 use crate::kernel::x86_64::load16;
@@ -13,29 +13,93 @@ pub(super) trait Block {
     const BYTES: usize;
     /// By how much codes are too large.
     const OFFSET: i16;
+    /// Whether [`Block::four`] gives the first half of each block, then the second ones.
+    const HALVED: bool;
 
     /// The codes of two blocks.
     ///
     /// # Safety
     ///
     /// Both are there; the CPU has the features.
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i;
+    unsafe fn two(first: *const u8, second: *const u8) -> __m512i;
 
-    /// The scales of eight blocks.
+    /// The codes of four blocks.
     ///
     /// # Safety
     ///
     /// All are there; the CPU has the features.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(blocks: [*const u8; 8]) -> __m256 {
-        // SAFETY: the caller vouches for the blocks, which begin with a half-precision number. Put together by the
-        // integer units, which have little else to do.
+    unsafe fn four(blocks: [*const u8; 4]) -> [__m512i; 2] {
+        // SAFETY: the caller vouches for the blocks.
+        unsafe { [Self::two(blocks[0], blocks[1]), Self::two(blocks[2], blocks[3])] }
+    }
+
+    /// The scales of sixteen blocks, from the two bytes that each begins with.
+    ///
+    /// # Safety
+    ///
+    /// The CPU has the features.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn scales(first: __m256i) -> __m512 {
+        _mm512_cvtph_ps(first)
+    }
+}
+
+/// A format of 16 bytes of two codes each: of the first 16 weights the lower halves, of the others the upper ones.
+trait Nibbles {
+    const BYTES: usize;
+    const OFFSET: i16;
+
+    /// What codes stand for, and `OFFSET`.
+    ///
+    /// # Safety
+    ///
+    /// The CPU has the features.
+    unsafe fn values(codes: __m512i) -> __m512i;
+
+    /// See [`Block::scales`].
+    ///
+    /// # Safety
+    ///
+    /// The CPU has the features.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn scales(first: __m256i) -> __m512 {
+        _mm512_cvtph_ps(first)
+    }
+}
+
+impl<T: Nibbles> Block for T {
+    const BYTES: usize = T::BYTES;
+    const OFFSET: i16 = T::OFFSET;
+    const HALVED: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
+        let at = T::BYTES - 16;
+        // SAFETY: the caller vouches for the blocks.
+        unsafe { T::values(nibbles(first.add(at), second.add(at))) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn four(blocks: [*const u8; 4]) -> [__m512i; 2] {
+        // SAFETY: the caller vouches for the blocks.
         unsafe {
-            let half = |i: usize| u64::from(blocks[i].cast::<u16>().read_unaligned());
-            let four = |i: usize| half(i) | half(i + 1) << 16 | half(i + 2) << 32 | half(i + 3) << 48;
-            _mm256_cvtph_ps(_mm_set_epi64x(four(4).cast_signed(), four(0).cast_signed()))
+            let (bytes, low) = (quarter_each(blocks, T::BYTES - 16), _mm512_set1_epi8(15));
+            let upper = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), low);
+            [T::values(_mm512_and_si512(bytes, low)), T::values(upper)]
         }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn scales(first: __m256i) -> __m512 {
+        // SAFETY: the caller vouches for the CPU.
+        unsafe { <T as Nibbles>::scales(first) }
     }
 }
 
@@ -48,10 +112,11 @@ pub(super) struct Mxfp4;
 impl Block for Q8_0 {
     const BYTES: usize = 34;
     const OFFSET: i16 = 128;
+    const HALVED: bool = false;
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i {
+    unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
         // SAFETY: the caller vouches for the blocks.
         let (first, second) =
             unsafe { (_mm256_loadu_si256(first.add(2).cast()), _mm256_loadu_si256(second.add(2).cast())) };
@@ -60,25 +125,25 @@ impl Block for Q8_0 {
     }
 }
 
-impl Block for Q4_0 {
+impl Nibbles for Q4_0 {
     const BYTES: usize = 18;
     const OFFSET: i16 = 8;
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i {
-        // SAFETY: the caller vouches for the blocks.
-        unsafe { nibbles(first.add(2), second.add(2)) }
+    unsafe fn values(codes: __m512i) -> __m512i {
+        codes
     }
 }
 
 impl Block for Q5_0 {
     const BYTES: usize = 22;
     const OFFSET: i16 = 16;
+    const HALVED: bool = false;
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i {
+    unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
         // SAFETY: the caller vouches for the blocks.
         unsafe {
             let fifths = |block: *const u8| u64::from(block.add(2).cast::<u32>().read_unaligned());
@@ -89,43 +154,89 @@ impl Block for Q5_0 {
     }
 }
 
-impl Block for Iq4Nl {
+impl Nibbles for Iq4Nl {
     const BYTES: usize = 18;
     const OFFSET: i16 = 128;
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i {
-        // SAFETY: the caller vouches for the blocks.
-        look_up(&STEPS, unsafe { nibbles(first.add(2), second.add(2)) })
+    unsafe fn values(codes: __m512i) -> __m512i {
+        look_up(&STEPS, codes)
     }
 }
 
-impl Block for Mxfp4 {
+impl Nibbles for Mxfp4 {
     const BYTES: usize = 17;
     const OFFSET: i16 = 128;
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn codes(first: *const u8, second: *const u8) -> __m512i {
-        // SAFETY: the caller vouches for the blocks.
-        look_up(&DOUBLED, unsafe { nibbles(first.add(1), second.add(1)) })
+    unsafe fn values(codes: __m512i) -> __m512i {
+        look_up(&DOUBLED, codes)
     }
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(blocks: [*const u8; 8]) -> __m256 {
-        // SAFETY: the caller vouches for the blocks.
-        let e = unsafe {
-            let e = |i: usize| u64::from(*blocks[i]) << (8 * i);
-            let e = e(0) | e(1) | e(2) | e(3) | e(4) | e(5) | e(6) | e(7);
-            _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(e.cast_signed()))
-        };
+    unsafe fn scales(first: __m256i) -> __m512 {
+        let e = _mm512_cvtepu16_epi32(_mm256_and_si256(first, _mm256_set1_epi16(255)));
         // See `half_scale`.
-        let halved = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(e)), _mm256_set1_ps(0.5));
-        let zero = _mm256_cmpeq_epi32_mask(e, _mm256_setzero_si256());
-        _mm256_mask_blend_ps(zero, halved, _mm256_set1_ps(half_scale(0)))
+        let halved = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(e)), _mm512_set1_ps(0.5));
+        let zero = _mm512_testn_epi32_mask(e, e);
+        _mm512_mask_blend_ps(zero, halved, _mm512_set1_ps(half_scale(0)))
     }
+}
+
+/// The two bytes that each of sixteen blocks begins with.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn firsts(blocks: [*const u8; 16]) -> __m256i {
+    let mut words = [0u16; 16];
+    for i in 0..16 {
+        // SAFETY: the caller vouches for two bytes each.
+        words[i] = unsafe { blocks[i].cast::<u16>().read_unaligned() };
+    }
+    // SAFETY: an array of sixteen is read.
+    unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
+}
+
+/// The two bytes that each of eight neighbouring blocks of `T` begins with; where a block begins at an odd byte, one.
+///
+/// # Safety
+///
+/// The blocks are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn eight_firsts<T: Block>(blocks: *const u8) -> __m128i {
+    // Which 16-bit lane of the 64 read first, or of the next 64, each is.
+    let mut index = [0i16; 32];
+    for i in 0..8 {
+        index[i] = (T::BYTES * i / 2 % 64) as i16;
+    }
+    let there = |from: usize| u32::MAX >> (32 - (8 * T::BYTES / 2).saturating_sub(32 * from).clamp(1, 32));
+    // SAFETY: masks keep bytes behind the blocks from being read.
+    let words = unsafe {
+        let index = load64(index.as_ptr());
+        let read = |i: usize| _mm512_maskz_loadu_epi16(there(i), blocks.wrapping_add(64 * i).cast());
+        let first = _mm512_permutex2var_epi16(load64(blocks), index, read(1));
+        match 7 * T::BYTES / 2 {
+            0..64 => first,
+            64..96 => {
+                let behind = (64usize * 2).div_ceil(T::BYTES);
+                _mm512_mask_permutexvar_epi16(first, 0xff << behind, index, read(2))
+            }
+            _ => {
+                let behind = (64usize * 2).div_ceil(T::BYTES);
+                let second = _mm512_permutex2var_epi16(read(2), index, read(3));
+                _mm512_mask_mov_epi16(first, 0xff << behind, second)
+            }
+        }
+    };
+    let words = _mm512_castsi512_si128(words);
+    if T::BYTES.is_multiple_of(2) { words } else { _mm_srlv_epi16(words, _mm_set1_epi32(8 << 16)) }
 }
 
 /// Two times 16 bytes of two codes each: of either the lower halves, then the upper ones.
@@ -135,7 +246,7 @@ impl Block for Mxfp4 {
 /// The bytes can be read.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn nibbles(first: *const u8, second: *const u8) -> __m512i {
+unsafe fn nibbles(first: *const u8, second: *const u8) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let (first, second) = unsafe { (load16(&*first.cast()), load16(&*second.cast())) };
     let both = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(first), 0xff00, second);
@@ -164,7 +275,8 @@ pub(super) struct Turned {
 }
 
 impl<T: Block> Small<T> {
-    /// Blocks `b` and on of one row: eight of them if they are `WHOLE`, else `n`, which is less.
+    /// Blocks `b` and on of four rows: eight of each if they are `WHOLE`, else `n`, which is less. The lower half of
+    /// a register of `lanes` is that of one row, the upper half that of the next.
     ///
     /// # Safety
     ///
@@ -172,45 +284,71 @@ impl<T: Block> Small<T> {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn step<const WHOLE: bool, const A: usize>(
-        row: *const u8,
+        rows: &[*const u8; 4],
         b: usize,
         n: usize,
         acts: &Codes<A>,
-        lanes: &mut [__m256; A],
+        lanes: &mut [[__m512; 2]; A],
     ) {
         // SAFETY: the last block stands in for those that are not there, whose lanes are left alone; masks keep
         // activations from being read beyond their end.
         unsafe {
-            let first = row.add(b * T::BYTES);
-            let block = |i: usize| first.add(if WHOLE { i } else { i.min(n - 1) } * T::BYTES);
-            if A == 1 && WHOLE {
-                (0..8 * T::BYTES).step_by(64).for_each(|line| prefetch(first.wrapping_add(line), AHEAD));
-            }
-            let mut dots = [[_mm512_setzero_si512(); 4]; A];
-            for pair in 0..4 {
-                if !WHOLE && 2 * pair >= n {
-                    break;
-                }
-                let codes = T::codes(block(2 * pair), block(2 * pair + 1));
-                for a in 0..A {
-                    let at = acts.codes[a].add(32 * (b + 2 * pair));
-                    let x = match WHOLE || 2 * pair + 1 < n {
-                        true => load64(at),
-                        false => _mm512_zextsi256_si512(_mm256_loadu_si256(at.cast())),
-                    };
-                    dots[a][pair] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, x);
-                }
-            }
-            let d = T::scales(std::array::from_fn(block));
-            let there = if WHOLE { 0xff } else { 0xff >> (8 - n) };
-            let sums_there = if WHOLE { u16::MAX } else { u16::MAX >> (16 - 2 * n) };
+            let mut x = [[_mm512_setzero_si512(); 4]; A];
             for a in 0..A {
-                let sums = _mm256_maskz_loadu_epi16(sums_there, acts.sums[a].add(2 * b));
-                let offset = _mm256_madd_epi16(sums, _mm256_set1_epi16(T::OFFSET));
-                let dots = _mm256_sub_epi32(eight_sums(quarters(dots[a])), offset);
-                let dx = _mm256_maskz_loadu_ps(there, acts.scales[a].add(b));
-                let (scale, dots) = (_mm256_mul_ps(d, dx), _mm256_cvtepi32_ps(dots));
-                lanes[a] = _mm256_mask3_fmadd_ps(scale, dots, lanes[a], there);
+                for (i, x) in x[a].iter_mut().enumerate() {
+                    let at = acts.codes[a].add(32 * b + 64 * i);
+                    *x = match WHOLE {
+                        true => load64(at),
+                        false if 2 * i + 1 < n => load64(at),
+                        false if 2 * i < n => _mm512_zextsi256_si512(_mm256_loadu_si256(at.cast())),
+                        false => _mm512_setzero_si512(),
+                    };
+                }
+                if T::HALVED {
+                    x[a] = halved(x[a]);
+                }
+            }
+            for pair in 0..2 {
+                let block = |r: usize, i: usize| {
+                    let i = if WHOLE { i } else { i.min(n - 1) };
+                    rows[2 * pair + r].add((b + i) * T::BYTES)
+                };
+                let mut dots = [[[_mm512_setzero_si512(); 4]; 2]; A];
+                for r in 0..2 {
+                    for i in [0, 2] {
+                        let four =
+                            [block(r, 2 * i), block(r, 2 * i + 1), block(r, 2 * i + 2), block(r, 2 * i + 3)];
+                        let [first, second] = T::four(four);
+                        for a in 0..A {
+                            let dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, x[a][i]);
+                            if T::HALVED {
+                                dots[a][r][i] = _mm512_dpbusd_epi32(dot, second, x[a][i + 1]);
+                            } else {
+                                dots[a][r][i] = dot;
+                                dots[a][r][i + 1] =
+                                    _mm512_dpbusd_epi32(_mm512_setzero_si512(), second, x[a][i + 1]);
+                            }
+                        }
+                    }
+                }
+                let firsts = match WHOLE {
+                    true => _mm256_set_m128i(eight_firsts::<T>(block(1, 0)), eight_firsts::<T>(block(0, 0))),
+                    false => firsts(std::array::from_fn(|i| block(i / 8, i % 8))),
+                };
+                let d = T::scales(firsts);
+                let there = if WHOLE { 0xff } else { 0xff >> (8 - n) };
+                let sums_there = if WHOLE { u16::MAX } else { u16::MAX >> (16 - 2 * n) };
+                for a in 0..A {
+                    let sums = _mm256_maskz_loadu_epi16(sums_there, acts.sums[a].add(2 * b));
+                    let offset =
+                        _mm512_madd_epi16(_mm512_broadcast_i64x4(sums), _mm512_set1_epi16(T::OFFSET));
+                    let [first, second] = dots[a];
+                    let dots = if T::HALVED { of_halves(first, second) } else { in_order(first, second) };
+                    let dots = _mm512_cvtepi32_ps(_mm512_sub_epi32(dots, offset));
+                    let dx = _mm512_broadcast_f32x8(_mm256_maskz_loadu_ps(there, acts.scales[a].add(b)));
+                    let there = u16::from(there) | u16::from(there) << 8;
+                    lanes[a][pair] = _mm512_mask3_fmadd_ps(_mm512_mul_ps(d, dx), dots, lanes[a][pair], there);
+                }
             }
         }
     }
@@ -223,20 +361,24 @@ impl<T: Block> Loops for Small<T> {
 
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
-        let mut out = [[0.0; 4]; A];
+        let mut lanes = [[_mm512_setzero_ps(); 2]; A];
         let whole = n_blocks - n_blocks % 8;
-        for (r, &row) in rows.iter().enumerate() {
-            let mut lanes = [_mm256_setzero_ps(); A];
-            for b in (0..whole).step_by(8) {
-                // SAFETY: the caller vouches for `n_blocks` blocks.
-                unsafe { Self::step::<true, A>(row, b, 8, acts, &mut lanes) };
+        for b in (0..whole).step_by(8) {
+            if A == 1 {
+                prefetch(rows, n_blocks * T::BYTES, b * T::BYTES, 8 * T::BYTES);
             }
-            if whole < n_blocks {
-                // SAFETY: as above.
-                unsafe { Self::step::<false, A>(row, whole, n_blocks - whole, acts, &mut lanes) };
-            }
-            for a in 0..A {
-                out[a][r] = fold(lanes[a]);
+            // SAFETY: the caller vouches for `n_blocks` blocks.
+            unsafe { Self::step::<true, A>(rows, b, 8, acts, &mut lanes) };
+        }
+        if whole < n_blocks {
+            // SAFETY: as above.
+            unsafe { Self::step::<false, A>(rows, whole, n_blocks - whole, acts, &mut lanes) };
+        }
+        let mut out = [[0.0; 4]; A];
+        for a in 0..A {
+            for pair in 0..2 {
+                out[a][2 * pair] = fold(_mm512_castps512_ps256(lanes[a][pair]));
+                out[a][2 * pair + 1] = fold(_mm512_extractf32x8_ps::<1>(lanes[a][pair]));
             }
         }
         out
@@ -252,14 +394,13 @@ impl<T: Block> Loops for Small<T> {
             let mut codes = [_mm512_setzero_si512(); TURNED];
             for r in 0..TURNED {
                 // SAFETY: as above.
-                codes[r] = unsafe { T::codes(block(r, b), block(r, last)) };
+                codes[r] = unsafe { T::two(block(r, b), block(r, last)) };
             }
             let columns = transpose(codes);
             for (i, turned) in two.iter_mut().enumerate() {
                 turned.codes.copy_from_slice(&columns[8 * i..8 * i + 8]);
                 // SAFETY: as above.
-                let d = |first: usize| unsafe { T::scales(std::array::from_fn(|r| block(first + r, b + i))) };
-                turned.d = _mm512_insertf32x8::<1>(_mm512_castps256_ps512(d(0)), d(8));
+                turned.d = unsafe { T::scales(firsts(std::array::from_fn(|r| block(r, b + i)))) };
             }
         }
     }
@@ -313,15 +454,40 @@ impl Turned {
     }
 }
 
-/// The sums of eight blocks in order, from the quarters of four pairs of them.
+/// Eight times 32 bytes: the first halves of four, the second ones, then the same of the other four.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn eight_sums(quarters: __m512i) -> __m256i {
-    let swapped = _mm512_shuffle_i32x4::<0b10_11_00_01>(quarters, quarters);
-    // The first quarter is now that of blocks 0, 2, 4 and 6, the third that of the others.
-    let sums = _mm512_add_epi32(quarters, swapped);
-    let in_order = _mm512_castsi256_si512(_mm256_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11));
-    _mm512_castsi512_si256(_mm512_permutexvar_epi32(in_order, sums))
+fn halved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+    [
+        _mm512_shuffle_i32x4::<0x88>(a, b),
+        _mm512_shuffle_i32x4::<0xdd>(a, b),
+        _mm512_shuffle_i32x4::<0x88>(c, d),
+        _mm512_shuffle_i32x4::<0xdd>(c, d),
+    ]
+}
+
+/// The sums of eight blocks of two rows, from registers of two blocks each.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn in_order(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
+    // Lane i of the first two quarters is of block 2i, of the others of block 2i + 1.
+    let (first, second) = (quarters(first), quarters(second));
+    let lower = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 16, 24, 17, 25, 18, 26, 19, 27);
+    let upper = _mm512_add_epi32(lower, _mm512_set1_epi32(4));
+    let lower = _mm512_permutex2var_epi32(first, lower, second);
+    _mm512_add_epi32(lower, _mm512_permutex2var_epi32(first, upper, second))
+}
+
+/// The sums of eight blocks of two rows, from the first and third of their registers: a quarter of each for a block.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn of_halves(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
+    // In quarter i two lanes are of block i, two of block i + 4.
+    let (first, second) = (neighbours(first[0], first[2]), neighbours(second[0], second[2]));
+    let even = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 16, 20, 24, 28, 18, 22, 26, 30);
+    let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    let even = _mm512_permutex2var_epi32(first, even, second);
+    _mm512_add_epi32(even, _mm512_permutex2var_epi32(first, odd, second))
 }
 
 /// The sum of 8 lanes, halves folded onto each other.

@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{AHEAD, load64, prefetch, quarters, twice32};
+use super::{AHEAD, load64, quarters, twice32};
 
 /// Registers of one block.
 const PER_BLOCK: usize = 16;
@@ -45,7 +45,7 @@ fn part<const A: usize>(blocks: &[[i8; 1024]], first: usize, rows: [&[i8]; A]) -
         for i in 0..n {
             let at = block.as_ptr().wrapping_add(64 * (first + i));
             if A == 1 {
-                prefetch(at.cast(), AHEAD);
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD).cast());
             }
             // SAFETY: `first + i` is one of the block's sixteen registers.
             let weights = _mm512_xor_si512(unsafe { load64(at) }, sign);
