@@ -274,14 +274,17 @@ impl Prepared {
         let mut odd = Vec::new();
         for (number, tensor) in self.source.tensors().iter().enumerate() {
             check_interrupt(progress)?;
-            odd.extend(self.numbers(tensor)?);
-            match given.as_ref().and_then(|(giver, tensors)| Some((giver, tensors.get(number)?))) {
-                Some((giver, tensor)) => pack.push_given(giver, tensor).at(output)?,
+            let given = given.as_ref().and_then(|(giver, tensors)| Some((giver, tensors.get(number)?)));
+            let write = || match given {
+                Some((giver, tensor)) => pack.push_given(giver, tensor).at(output),
                 None => {
                     let bytes = self.source.bytes(tensor.place).at(&self.request.model)?;
-                    pack.push_tensor(bytes).at(output)?;
+                    pack.push_tensor(bytes).at(output)
                 }
-            }
+            };
+            let (numbers, written) = rayon::join(|| self.numbers(tensor), write);
+            odd.extend(numbers?);
+            written?;
             progress.advance(tensor.place.len);
         }
         if !self.request.thin && given.is_some_and(|(giver, _)| !giver.shares()) {

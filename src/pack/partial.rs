@@ -9,7 +9,9 @@ use std::io::{self, Seek, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
 
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags};
 use rustix::io::Errno;
@@ -30,6 +32,9 @@ pub enum Existing {
 
 /// The longest name of a file that Linux takes, in bytes.
 const NAME_MAX: usize = 255;
+
+/// The disk is set to work whenever so many bytes more were written, rather than with all of them at the end.
+const FLUSHED_AT_ONCE: usize = 64 << 20;
 
 /// The partial files of this process.
 static OPEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -54,6 +59,32 @@ pub struct Partial {
     target: PathBuf,
     existing: Existing,
     committed: bool,
+    flusher: Option<Flusher>,
+    /// Bytes written since the flusher was last woken.
+    unflushed: usize,
+}
+
+/// A thread that brings bytes to the disk while others are written.
+#[derive(Debug)]
+struct Flusher {
+    wake: SyncSender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl Flusher {
+    /// `None` where no thread is to be had: the end of the file is time enough.
+    fn start(file: &File) -> Option<Flusher> {
+        let file = file.try_clone().ok()?;
+        let (wake, woken) = sync_channel(1);
+        let flush = move || woken.iter().try_for_each(|()| file.sync_data());
+        Some(Flusher { wake, thread: thread::Builder::new().name("flush".to_owned()).spawn(flush).ok()? })
+    }
+
+    /// Waits for what is under way. An error is told once for all copies of a file, and it may be here.
+    fn join(self) -> io::Result<()> {
+        drop(self.wake);
+        self.thread.join().unwrap_or_else(|_| Err(io::Error::other("the flushing thread has panicked")))
+    }
 }
 
 impl Partial {
@@ -93,7 +124,15 @@ impl Partial {
         let path = partial_path(target);
         let file = open_locked(&path, mode)?;
         open_partials().insert(path.clone());
-        Ok(Partial { file, path, target: target.to_owned(), existing, committed: false })
+        Ok(Partial {
+            file,
+            path,
+            target: target.to_owned(),
+            existing,
+            committed: false,
+            flusher: None,
+            unflushed: 0,
+        })
     }
 
     pub(super) fn file(&self) -> &File {
@@ -159,7 +198,8 @@ impl Sink for Partial {
     /// Brings the bytes to the disk, then gives them their name.
     fn commit(mut self) -> Result<(), PackError> {
         let failed = |what, path: &Path, source| PackError::Io { what, path: path.to_owned(), source };
-        self.file.sync_all().map_err(|e| failed("flush", &self.path, e))?;
+        let flushed = self.flusher.take().map_or(Ok(()), Flusher::join);
+        flushed.and_then(|()| self.file.sync_all()).map_err(|e| failed("flush", &self.path, e))?;
         match self.rename() {
             Ok(()) => self.committed = true,
             Err(Errno::EXIST) => return Err(PackError::Exists { path: self.target.clone() }),
@@ -171,7 +211,17 @@ impl Sink for Partial {
 
 impl Write for Partial {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.file.write(bytes)
+        let n = self.file.write(bytes)?;
+        self.unflushed += n;
+        if self.unflushed >= FLUSHED_AT_ONCE {
+            self.unflushed = 0;
+            self.flusher = self.flusher.take().or_else(|| Flusher::start(&self.file));
+            if let Some(flusher) = &self.flusher {
+                // Whether it is still busy or has met an error: the end of the file sees to both.
+                let _ = flusher.wake.try_send(());
+            }
+        }
+        Ok(n)
     }
 
     fn flush(&mut self) -> io::Result<()> {
