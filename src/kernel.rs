@@ -37,7 +37,7 @@ use std::ops::Range;
 
 use activations::Row;
 pub use activations::{ActivationRows, Activations, Form};
-pub use wide::{Loops, exp};
+pub use wide::{Loops, exp, half};
 
 use crate::blocks::{self, BlockError};
 use crate::tensor::{Dtype, MatrixView, WeightView};

@@ -21,7 +21,7 @@ use crate::tensor::{Dtype, MetadataError, SourceError, TensorSource};
 use parts::{Layer, RmsNorm, Scales};
 
 pub use forward::{
-    ForwardError, Group, State, Wanted, forward, forward_tentative, forward_traced, keep_first,
+    CacheType, ForwardError, Group, State, Wanted, forward, forward_tentative, forward_traced, keep_first,
 };
 pub use outline::Outline;
 pub use shape::{MatrixShape, ModelShape, MoeLayerShape};

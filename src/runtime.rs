@@ -28,7 +28,7 @@ use crate::device::{Account, CpuTiles, Device, Npu, Sim, probe};
 use crate::error::{AtFile, Error};
 use crate::executor::cpu::{CpuExecutor, KernelMode};
 use crate::executor::{Executor, WeightTable};
-use crate::model::Model;
+use crate::model::{CacheType, Model};
 use crate::pack::Cut;
 use crate::pack::verify::{Mode, verify};
 use crate::profile::DeviceProfile;
@@ -187,6 +187,14 @@ impl Runtime {
     /// The model.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// What keys and values are kept as: exact arithmetic keeps them as they were computed.
+    pub fn cache(&self) -> CacheType {
+        match self.options.kernel {
+            KernelMode::Fast => CacheType::F16,
+            KernelMode::Exact => CacheType::F32,
+        }
     }
 
     /// Its file.

@@ -167,7 +167,7 @@ fn a_position_adds_what_the_layout_caches() {
     let heads = N_HEAD * (N_NOPE + N_ROT + N_VALUE);
     for (source, per_layer) in [(absorbed, N_RANK + N_ROT), (expanded, heads)] {
         let shape = Model::describe(&source).unwrap().shape();
-        assert_eq!(shape.kv_bytes_per_token, 4 * 3 * per_layer as u64);
+        assert_eq!(shape.kv_bytes_per_token, 2 * 3 * per_layer as u64);
         // Read by each token: everything but experts and the other rows of the embedding.
         let unread = |name: &str| name.contains("_exps") || name == "token_embd.weight";
         let tensors = source.tensors.iter().filter(|tensor| !unread(&tensor.name));

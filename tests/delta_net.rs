@@ -325,7 +325,7 @@ fn blocks_that_predict_further_tokens_are_neither_run_nor_counted() {
         let [model, same] = [&more, &source].map(|source| Model::describe(source).unwrap());
         assert_eq!((model.n_layer(), model.shape()), (4, same.shape()));
         // Key and value of two heads of 32, in the one layer that has them.
-        assert_eq!(model.shape().kv_bytes_per_token, 2 * 2 * 32 * 4);
+        assert_eq!(model.shape().kv_bytes_per_token, 2 * 2 * 32 * 2);
 
         let mut stranger = more.clone();
         stranger.tensor("blk.4.nextn.enorm.weight").name = "blk.5.nextn.enorm.weight".to_owned();

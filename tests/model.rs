@@ -78,7 +78,7 @@ fn a_description_has_the_sizes_of_the_file() {
         let dense = n_layer * layer + n_embd + n_embd + n_embd * n_vocab;
         assert_eq!(shape.dense_weights, dense as u64, "{family}");
         assert_eq!(shape.dense_bytes, 4 * dense as u64);
-        assert_eq!(shape.kv_bytes_per_token, (n_layer * 2 * kv * 4) as u64);
+        assert_eq!(shape.kv_bytes_per_token, (n_layer * 2 * kv * 2) as u64);
     }
 }
 

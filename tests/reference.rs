@@ -17,7 +17,7 @@ use orkpack::executor::Executor;
 use orkpack::executor::cpu::{CpuExecutor, KernelMode};
 use orkpack::gguf::GgufFile;
 use orkpack::model::evaluate::{argmax, perplexity};
-use orkpack::model::{Model, State, Wanted, forward, forward_traced};
+use orkpack::model::{CacheType, Model, State, Wanted, forward, forward_traced};
 use orkpack::tensor::TensorSource;
 use orkpack::threads::Pool;
 use orkpack::tokenizer::{Special, Tokenizer};
@@ -412,7 +412,8 @@ fn check_perplexity(bundled: &Bundled, judge: &Judge, domain: &str) {
     let tokens = bundled.tokens(&text);
     assert_eq!(tokens.len() as u64, expected["tokens"].as_u64().unwrap(), "{name}");
     let mut executor = executor(&bundled.file, &bundled.model, judge.mode);
-    let ours = perplexity(&bundled.model, &mut executor, &tokens, 512, &mut |_, _| {}).unwrap();
+    let ours =
+        perplexity(&bundled.model, &mut executor, CacheType::F32, &tokens, 512, &mut |_, _| {}).unwrap();
     assert_eq!(ours.n_windows as u64, expected["chunks"].as_u64().unwrap(), "{name}");
     let theirs = expected[bundled.quantisation][judge.column]["ppl"].as_f64().unwrap();
     let far = (ours.value() / theirs - 1.0).abs();

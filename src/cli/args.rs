@@ -392,9 +392,9 @@ pub enum IoArg {
 /// Which arithmetic source rows are computed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KernelArg {
-    /// Activations in 8 bits
+    /// Activations in 8 bits, keys and values in 16
     Fast,
-    /// Weights dequantised, activations in f32
+    /// Weights dequantised, everything else in f32
     Exact,
 }
 

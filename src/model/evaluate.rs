@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use super::{ForwardError, Model, State, Wanted, forward};
+use super::{CacheType, ForwardError, Model, State, Wanted, forward};
 use crate::executor::Executor;
 
 /// Tokens in a window of [`perplexity`], each run from an empty cache.
@@ -45,7 +45,7 @@ pub enum EvaluateError {
 }
 
 /// Scores `tokens` as llama.cpp's perplexity tool does: windows of 512 from an empty cache, the rest of the
-/// text dropped, the tokens at places 257 to 511 of each scored.
+/// text dropped, the tokens at places 257 to 511 of each scored. Keys and values are kept as `cache` says.
 ///
 /// `micro_batch` tokens go through the model at once (at least 1); it changes no result. `progress` is told
 /// the windows done and all there are.
@@ -56,6 +56,7 @@ pub enum EvaluateError {
 pub fn perplexity(
     model: &Model,
     executor: &mut dyn Executor,
+    cache: CacheType,
     tokens: &[u32],
     micro_batch: usize,
     progress: &mut dyn FnMut(usize, usize),
@@ -64,7 +65,7 @@ pub fn perplexity(
     if n_windows == 0 {
         return Err(EvaluateError::TooShort { found: tokens.len() });
     }
-    let mut state = State::new(model, WINDOW);
+    let mut state = State::with_cache(model, WINDOW, cache);
     let mut nll = 0.0;
     for (done, window) in tokens.chunks_exact(WINDOW).enumerate() {
         state.clear();

@@ -26,6 +26,7 @@ use crate::executor::{Executor, ExecutorError, Product, Routing};
 use crate::units::LayerId;
 pub use by_layer::Group;
 use checkpoint::Checkpoints;
+pub use memory::CacheType;
 use memory::Memory;
 use rope::Angles;
 use rows::{add_scaled, add_to_each, rms_norm, view};
@@ -43,9 +44,15 @@ pub struct State {
 }
 
 impl State {
-    /// An empty sequence that may grow to `n_ctx` positions. Memory is taken as positions come.
+    /// An empty sequence that may grow to `n_ctx` positions, its keys and values in f32. Memory is taken as positions
+    /// come.
     pub fn new(model: &Model, n_ctx: usize) -> State {
-        let memories = model.layers.iter().map(|layer| Memory::new(&layer.mixer)).collect();
+        State::with_cache(model, n_ctx, CacheType::F32)
+    }
+
+    /// The same with a cache of another type.
+    pub fn with_cache(model: &Model, n_ctx: usize, cache: CacheType) -> State {
+        let memories = model.layers.iter().map(|layer| Memory::new(&layer.mixer, cache)).collect();
         State { n_ctx, position: 0, memories, checkpoints: Checkpoints::default(), tentative: 0 }
     }
 

@@ -1,6 +1,7 @@
 //! The sizes that a planner needs, and nothing of where anything lies.
 
 use super::Model;
+use super::forward::CacheType;
 use super::parts::{Ffn, LatentHeads, Mixer};
 use crate::executor::{ExpertBank, Weight, WeightTable};
 use crate::tensor::Dtype;
@@ -24,7 +25,7 @@ pub struct ModelShape {
     pub dense_weights: u64,
     /// The bytes of these in the source.
     pub dense_bytes: u64,
-    /// Bytes that one more position adds to the key-value caches of all layers.
+    /// Bytes that one more position adds to the key-value caches of all layers, in half precision.
     pub kv_bytes_per_token: u64,
     /// Bytes that the other layers remember, however many positions there were: tails and states, before a call and
     /// after it. 0 also where a family cannot be run.
@@ -192,7 +193,7 @@ impl Mixer {
             // The last few positions, or one state, however many there were.
             Mixer::ShortConv(_) | Mixer::DeltaNet(_) => 0,
         };
-        (size_of::<f32>() * n_values) as u64
+        CacheType::F16.bytes() * n_values as u64
     }
 
     /// Bytes of this layer's memory of the past that do not grow, before a call and after it.

@@ -5,6 +5,7 @@ use std::mem;
 use super::Runtime;
 use crate::chat::{ChatTemplate, Message};
 use crate::error::Error;
+use crate::model::CacheType;
 use crate::tokenizer::{Special, Tokenizer};
 
 /// A conversation.
@@ -164,6 +165,7 @@ impl Runtime {
     /// remember that do not grow.
     pub fn context_bytes(&self, n_ctx: usize) -> [u64; 2] {
         let shape = self.model().shape();
-        [shape.kv_bytes_per_token.saturating_mul(n_ctx as u64), shape.state_bytes]
+        let per_token = shape.kv_bytes_per_token / CacheType::F16.bytes() * self.cache().bytes();
+        [per_token.saturating_mul(n_ctx as u64), shape.state_bytes]
     }
 }

@@ -75,7 +75,7 @@ pub struct Session<'r> {
 impl<'r> Session<'r> {
     /// An empty sequence of at most `n_ctx` tokens whose prompts go through the model `micro_batch` rows at a time.
     pub fn new(runtime: &'r Runtime, engine: Engine, n_ctx: usize, micro_batch: usize) -> Session<'r> {
-        let state = State::new(runtime.model(), n_ctx);
+        let state = State::with_cache(runtime.model(), n_ctx, runtime.cache());
         Session {
             runtime,
             engine,
@@ -214,8 +214,8 @@ impl<'r> Session<'r> {
         self.engine.begin(Regime::Prompt(evaluate::WINDOW));
         let total = tokens.len() / evaluate::WINDOW * evaluate::WINDOW;
         progress.begin("perplexity", total as u64, Unit::Tokens);
-        let (model, executor) = (self.runtime.model(), self.engine.executor());
-        let result = evaluate::perplexity(model, executor, tokens, self.micro_batch, &mut |_, _| {
+        let (model, executor, cache) = (self.runtime.model(), self.engine.executor(), self.runtime.cache());
+        let result = evaluate::perplexity(model, executor, cache, tokens, self.micro_batch, &mut |_, _| {
             progress.advance(evaluate::WINDOW as u64);
         });
         progress.end();

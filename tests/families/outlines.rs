@@ -199,7 +199,7 @@ fn other_attention_counts_what_its_projections_put_out() {
     assert_eq!(Outline::of(&model).unwrap().shape().kv_bytes_per_token, expected);
     model.tensor("blk.0.attn_qkv.weight").name = "blk.0.attn_kv_a_mqa.weight".to_owned();
     let latent = Outline::of(&model).unwrap().shape().kv_bytes_per_token;
-    assert_eq!(latent, expected / 2 + 4 * 128);
+    assert_eq!(latent, expected / 2 + 2 * 128);
 }
 
 #[test]

@@ -205,7 +205,7 @@ impl Published {
             moe_layers: (0..self.n_moe()).map(layer).collect(),
             dense_weights: self.body + routers + (self.n_vocab * d) as u64,
             dense_bytes: body_bytes + 4 * routers + head_bytes,
-            kv_bytes_per_token: 4 * self.kv_values,
+            kv_bytes_per_token: 2 * self.kv_values,
             state_bytes: 0,
         }
     }

@@ -33,9 +33,9 @@ const TURNED: usize = 16;
 /// From how many activation rows on turning the weights pays.
 const MANY: usize = 5;
 
-/// How many bytes ahead memory is asked for: the next rows of the matrix lie there, and one core does not look far
-/// enough ahead by itself to keep the memory busy. The best of a few distances that were tried.
-const AHEAD: usize = 12 << 10;
+/// How many bytes ahead each stream of weights is asked for: one core does not look far enough ahead by itself to keep
+/// the memory busy. The best of a few distances that were tried.
+const AHEAD: usize = 1 << 10;
 
 impl Avx512 {
     /// Asks the CPU.
@@ -91,7 +91,8 @@ impl Avx512 {
         }
     }
 
-    /// A plain type. A few tens of KiB of weights stay in the first cache while all activation rows pass by.
+    /// A plain type. Where not all activation rows fit one pass, a few tens of KiB of weights stay in the first cache
+    /// while they pass by.
     fn floats<T: floats::Float>(
         self,
         weight: WeightView<'_>,
@@ -102,9 +103,11 @@ impl Avx512 {
     ) {
         let (fours, rest) = rows.as_chunks::<4>();
         let (twos, one) = rest.as_chunks::<2>();
-        for tile in o_range.clone().step_by(TILE_ROWS) {
-            let tile = tile..o_range.end.min(tile + TILE_ROWS);
-            let at = tile.start - o_range.start;
+        let n_passes = fours.len() + twos.len() + one.len();
+        let tile_rows = if n_passes == 1 { o_range.len().max(1) } else { TILE_ROWS };
+        for first in o_range.clone().step_by(tile_rows) {
+            let tile = first..o_range.end.min(first + tile_rows);
+            let at = first - o_range.start;
             let mut m = 0;
             for rows in fours {
                 m = self.float_tile::<T, 4>(weight, tile.clone(), acts, rows, m, at, &mut to);
@@ -118,7 +121,8 @@ impl Avx512 {
         }
     }
 
-    /// Weight rows `tile` times the activation rows `rows`, the `m`-th and on; returns the next `m`.
+    /// Weight rows `tile` times the activation rows `rows`, the `m`-th and on, to columns `at` and on; returns the next
+    /// `m`.
     #[allow(clippy::too_many_arguments)]
     fn float_tile<T: floats::Float, const A: usize>(
         self,
@@ -131,12 +135,10 @@ impl Avx512 {
         to: &mut Output<'_>,
     ) -> usize {
         let acts = rows.map(|row| acts.row(row));
-        for first in tile.clone().step_by(4) {
-            let n = 4.min(tile.end - first);
-            let rows = std::array::from_fn(|r| weight.row(first + r.min(n - 1)).as_ptr());
+        for (rows, columns) in fours(weight, tile) {
             // SAFETY: `self` proves that the CPU has the features, and the rows are `n_in` long.
             let sums = unsafe { floats::few::<T, A>(&rows, weight.n_in(), &acts) };
-            write(sums, m, at + first - tile.start, n, to);
+            write(sums, m, columns.after(at), to);
         }
         m + A
     }
@@ -152,23 +154,58 @@ impl Avx512 {
     ) {
         let n_blocks = weight.row_bytes() / L::BYTES;
         let groups = Groups::of(acts, rows, n_blocks, L::LEN);
-        let mut turned = Vec::new();
-        let n_rows = if rows.len() < MANY { 4 } else { TURNED };
-        for first in o_range.clone().step_by(n_rows) {
-            let n = n_rows.min(o_range.end - first);
-            let at = first - o_range.start;
-            // The last row stands in for those that are not there.
-            let row = |r: usize| weight.row(first + r.min(n - 1)).as_ptr();
-            if rows.len() < MANY {
-                let rows = std::array::from_fn(row);
-                groups.times(&Few::<L> { _cpu: self, rows, n_blocks, of: PhantomData }, at, n, &mut to);
-            } else {
-                // SAFETY: `self` proves that the CPU has the features, and the rows are `n_blocks` long.
-                unsafe { L::turn(&std::array::from_fn(row), n_blocks, &mut turned) };
-                groups.times(&Many::<L> { _cpu: self, turned: &turned }, at, n, &mut to);
+        if rows.len() < MANY {
+            for (rows, columns) in fours(weight, o_range) {
+                groups.times(&Few::<L> { _cpu: self, rows, n_blocks, of: PhantomData }, columns, &mut to);
             }
+            return;
+        }
+        let mut turned = Vec::new();
+        for first in o_range.clone().step_by(TURNED) {
+            let columns = Columns { at: first - o_range.start, apart: 1, n: TURNED.min(o_range.end - first) };
+            // SAFETY: `self` proves that the CPU has the features, and the rows are `n_blocks` long.
+            unsafe { L::turn(&pointers(weight, first, columns), n_blocks, &mut turned) };
+            groups.times(&Many::<L> { _cpu: self, turned: &turned }, columns, &mut to);
         }
     }
+}
+
+/// Which outputs a few weight rows make: `n` columns from `at` on, so far `apart`.
+#[derive(Clone, Copy)]
+struct Columns {
+    at: usize,
+    apart: usize,
+    n: usize,
+}
+
+impl Columns {
+    /// The same of a range that begins `at` columns later.
+    fn after(self, at: usize) -> Columns {
+        Columns { at: self.at + at, ..self }
+    }
+}
+
+/// The rows of `o_range` by fours, one from each quarter of the range: so each of the four goes on where it stopped,
+/// and the memory sees four long streams. Then those that are left.
+fn fours(
+    weight: WeightView<'_>,
+    o_range: Range<usize>,
+) -> impl Iterator<Item = ([*const u8; 4], Columns)> + '_ {
+    let (first, n) = (o_range.start, o_range.len());
+    let (apart, rest) = (n / 4, n % 4);
+    let whole = (0..apart).map(move |at| Columns { at, apart, n: 4 });
+    let rest = (rest > 0).then_some(Columns { at: n - rest, apart: 1, n: rest });
+    whole.chain(rest).map(move |columns| (pointers(weight, first + columns.at, columns), columns))
+}
+
+/// Where the weight row `first` and the others of `columns` begin; the last stands in for those that are not there.
+#[inline]
+fn pointers<const R: usize>(weight: WeightView<'_>, first: usize, columns: Columns) -> [*const u8; R] {
+    let mut rows = [weight.row(first).as_ptr(); R];
+    for r in 1..R {
+        rows[r] = if r < columns.n { weight.row(first + r * columns.apart).as_ptr() } else { rows[r - 1] };
+    }
+    rows
 }
 
 impl StripDot for Avx512 {
@@ -262,20 +299,20 @@ impl Groups {
         }
     }
 
-    /// All of them times a tile whose first `n` rows make the outputs `at` and on.
-    fn times<const R: usize>(&self, tile: &impl Tile<R>, at: usize, n: usize, to: &mut Output<'_>) {
+    /// All of them times a tile that makes these outputs.
+    fn times<const R: usize>(&self, tile: &impl Tile<R>, columns: Columns, to: &mut Output<'_>) {
         let mut m = 0;
         for eight in &self.eights {
-            m = write(tile.times(eight), m, at, n, to);
+            m = write(tile.times(eight), m, columns, to);
         }
         if let Some(four) = &self.four {
-            m = write(tile.times(four), m, at, n, to);
+            m = write(tile.times(four), m, columns, to);
         }
         if let Some(two) = &self.two {
-            m = write(tile.times(two), m, at, n, to);
+            m = write(tile.times(two), m, columns, to);
         }
         if let Some(one) = &self.one {
-            write(tile.times(one), m, at, n, to);
+            write(tile.times(one), m, columns, to);
         }
     }
 }
@@ -284,17 +321,22 @@ fn codes<const A: usize>(acts: &Activations, rows: &[u32; A], n_blocks: usize, b
     Codes::of(&rows.map(|row| acts.row(row)), n_blocks, block_len)
 }
 
-/// The first `n` sums of each activation row, the `m`-th and on, to columns `at` and on; returns the next `m`.
+/// The sums of each activation row, the `m`-th and on, to their columns; returns the next `m`.
+#[inline]
 fn write<const R: usize, const A: usize>(
     sums: [[f32; R]; A],
     m: usize,
-    at: usize,
-    n: usize,
+    columns: Columns,
     to: &mut Output<'_>,
 ) -> usize {
+    let Columns { at, apart, n } = columns;
     for (a, sums) in sums.iter().enumerate() {
-        let first = (m + a) * to.stride + to.first + at;
-        to.out[first..first + n].copy_from_slice(&sums[..n]);
+        let out = &mut to.out[(m + a) * to.stride + to.first + at..];
+        match out.first_chunk_mut() {
+            // No loop for whole registers.
+            Some(out) if apart == 1 && n == R => *out = *sums,
+            _ => sums[..n].iter().enumerate().for_each(|(r, sum)| out[r * apart] = *sum),
+        }
     }
     m + A
 }
@@ -387,15 +429,14 @@ fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
     out
 }
 
-/// Asks for the weights that come some way after those of a step, `bytes` from each of four rows of `row_bytes`, of
-/// which `done` bytes were read before. Rows lie one behind the other, so that in the end every line of theirs was
-/// asked for, in order and once.
+/// Asks for the weights that come some way after `bytes` of each of four rows, which lie `done` bytes behind their
+/// beginnings. The next rows of their quarters follow them.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn prefetch(rows: &[*const u8; 4], row_bytes: usize, done: usize, bytes: usize) {
-    let next = rows[0].wrapping_add(4 * done + AHEAD.max(4 * row_bytes));
-    for line in (0..4 * bytes).step_by(64) {
-        // To the second cache: the first is small, and its own prefetcher brings them the rest of the way.
-        _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line).cast());
+fn prefetch(rows: &[*const u8; 4], done: usize, bytes: usize) {
+    for row in rows {
+        for line in (0..bytes).step_by(64) {
+            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(done + AHEAD + line).cast());
+        }
     }
 }

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use super::ForwardError;
 use super::dense::sigmoid;
-use super::memory::KvCache;
+use super::memory::{KvCache, Rows};
 use super::rope::Angles;
 use super::rows::{add_to_each, add_weighted, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
 use crate::kernel::{Activations, Form, Kernel, Loops, exp};
 use crate::model::parts::{Attention, RmsNorm};
-use crate::tensor::{Dtype, MatrixView, WeightView};
+use crate::tensor::MatrixView;
 
 /// Appends `rows`, `[m, n_embd]` from `position` on, to the cache, and puts what they attend to in `out`.
 pub(super) fn run(
@@ -65,7 +65,7 @@ pub(super) fn run(
             }));
         }
         let past = cache.head(head);
-        let past = Past { keys: &past.keys, values: &past.values };
+        let past = Past { keys: past.keys.rows(), values: past.values.rows() };
         let n = queries.len();
         attend_all(&queries, &seen, past, attention.scale, &mut out[..n]);
     });
@@ -128,30 +128,30 @@ fn attend_all(queries: &[f32], seen: &[Seen], past: Past<'_>, scale: f32, out: &
     let first = seen.iter().map(|seen| seen.positions.start).min().unwrap_or(0);
     let last = seen.iter().map(|seen| seen.positions.end).max().unwrap_or(0);
     let n_keys = past.keys.len() / key_dim.max(1);
-    let keys = WeightView::new(Dtype::F32, key_dim, n_keys, bytemuck::cast_slice(past.keys));
-    let (Some(keys), Some(rows)) = (keys, MatrixView::new(queries, seen.len(), key_dim)) else { return };
+    let rows = MatrixView::new(queries, seen.len(), key_dim);
+    let (Some(keys), Some(rows)) = (past.keys.matrix(key_dim), rows) else { return };
     let kernel = Kernel::detect();
     let mut acts = Activations::default();
     acts.quantize(kernel, Form::F32, rows);
     let every: Vec<u32> = (0..seen.len() as u32).collect();
     let mut scores = vec![0.0; seen.len() * (last - first)];
     let multiplied = kernel.multiply(keys, first..last, &acts, &every, &mut scores);
-    debug_assert!(multiplied.is_ok(), "f32 needs no decoding");
+    debug_assert!(multiplied.is_ok(), "floats need no decoding");
     kernel.widely(Combine { seen, first, values: past.values, n_keys, scale, scores: &mut scores, out });
 }
 
 /// Keys and values of every position so far; a row of values may be longer than what is made of it.
 #[derive(Clone, Copy)]
 struct Past<'a> {
-    keys: &'a [f32],
-    values: &'a [f32],
+    keys: Rows<'a>,
+    values: Rows<'a>,
 }
 
 /// From the scores of positions `first` and on, `[seen.len(), _]`, to sums of values.
 struct Combine<'a> {
     seen: &'a [Seen],
     first: usize,
-    values: &'a [f32],
+    values: Rows<'a>,
     n_keys: usize,
     scale: f32,
     scores: &'a mut [f32],
@@ -173,14 +173,17 @@ impl Loops for Combine<'_> {
             ));
         }
         out.fill(0.0);
+        let mut scratch = vec![0.0; POSITIONS * n_value];
         for block in (first..first + n).step_by(POSITIONS) {
+            let end = (block + POSITIONS).min(first + n);
+            let values = values.widened(block * n_value..end * n_value, &mut scratch);
             for ((seen, scores), out) in
                 seen.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
             {
                 let start = block.max(seen.positions.start);
                 let end = (block + POSITIONS).min(seen.positions.end);
                 if start < end {
-                    let values = &values[start * n_value..end * n_value];
+                    let values = &values[(start - block) * n_value..(end - block) * n_value];
                     add_weighted(out, &scores[start - first..end - first], values);
                 }
             }
@@ -220,7 +223,62 @@ fn exponentials(scores: &mut [f32], scale: f32, sink: Option<f32>) -> f64 {
 
 /// `out = Σ_j softmax(scale · query·key_j) · value_j` over all positions, `j` ascending. A row of `values` may be longer
 /// than `out`, which takes its beginning.
-pub(super) fn attend(query: &[f32], keys: &[f32], values: &[f32], scale: f32, out: &mut [f32]) {
+pub(super) fn attend(query: &[f32], keys: Rows<'_>, values: Rows<'_>, scale: f32, out: &mut [f32]) {
     let seen = Seen { positions: 0..keys.len() / query.len(), sink: None };
     attend_all(query, &[seen], Past { keys, values }, scale, out);
+}
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+
+    use super::{Past, Seen, attend_all};
+    use crate::model::forward::memory::{CacheType, Head, Rows};
+
+    const DIM: usize = 24;
+    const POSITIONS: usize = 75;
+
+    fn numbers(n: usize, seed: usize) -> Vec<f32> {
+        (0..n).map(|i| ((i * 7919 + seed * 104_729) % 1999) as f32 / 999.5 - 1.0).collect()
+    }
+
+    fn head(cache: CacheType, keys: &[f32], values: &[f32]) -> Head {
+        let mut head = Head::new(cache);
+        head.keys.extend(keys);
+        head.values.extend(values);
+        head
+    }
+
+    fn attended(head: &Head) -> Vec<f32> {
+        let n = |positions| Seen { positions, sink: Some(0.3) };
+        let seen = [n(0..POSITIONS), n(0..1), n(30..POSITIONS - 1), n(31..40)];
+        let mut out = vec![f32::NAN; seen.len() * DIM];
+        let past = Past { keys: head.keys.rows(), values: head.values.rows() };
+        attend_all(&numbers(seen.len() * DIM, 3), &seen, past, 0.2, &mut out);
+        out
+    }
+
+    #[test]
+    fn a_cache_in_half_precision_is_one_of_rounded_numbers() {
+        let (keys, values) = (numbers(POSITIONS * DIM, 1), numbers(POSITIONS * DIM, 2));
+        let rounded =
+            |values: &[f32]| -> Vec<f32> { values.iter().map(|v| f16::from_f32(*v).to_f32()).collect() };
+        let exact = attended(&head(CacheType::F32, &rounded(&keys), &rounded(&values)));
+        let half = attended(&head(CacheType::F16, &keys, &values));
+        assert_eq!(
+            half.iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
+            exact.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+        );
+        let whole = attended(&head(CacheType::F32, &keys, &values));
+        assert_ne!(half, whole);
+        assert!(half.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-3));
+    }
+
+    #[test]
+    fn what_half_precision_cannot_hold_stays_finite() {
+        let head = head(CacheType::F16, &[1e9, -1e9, 1e-9], &[]);
+        let Rows::F16(bits) = head.keys.rows() else { panic!("another type") };
+        let kept: Vec<f32> = bits.iter().map(|bits| f16::from_bits(*bits).to_f32()).collect();
+        assert_eq!(kept, [65504.0, -65504.0, 0.0]);
+    }
 }

@@ -4,7 +4,7 @@
 //! after the other reads it once for each. Every sequence starts from nothing and no logits come out: the order is
 //! for whoever watches the executor. What the executor is asked for is to the bit what [`forward`](super::forward) asks.
 
-use super::memory::Memory;
+use super::memory::{CacheType, Memory};
 use super::{ForwardError, Pass, check_tokens, embed};
 use crate::executor::Executor;
 use crate::model::Model;
@@ -57,7 +57,7 @@ impl<'a> Group<'a> {
             executor.ahead(LayerId(index as u32 + 1));
         }
         let mut pass = Pass::new(self.model, executor, 0, std::mem::take(stream));
-        pass.layer(LayerId(index as u32), layer, &mut Memory::new(&layer.mixer))?;
+        pass.layer(LayerId(index as u32), layer, &mut Memory::new(&layer.mixer, CacheType::F32))?;
         *stream = pass.x;
         Ok(())
     }

@@ -119,10 +119,10 @@ fn attend_latents(
     let &LatentAttention { n_head, n_rank, n_rot, n_value, .. } = latent;
     let key_dim = n_rank + n_rot;
     let m = queries.len() / (n_head * key_dim);
-    let past = &cache.head(0).keys;
+    let past = cache.head(0).keys.rows();
     let mut found = vec![0.0; n_head * m * n_rank];
     for_each_chunk(executor, &mut found, n_rank, &|piece, out| {
-        let seen = &past[..(position + piece % m + 1) * key_dim];
+        let seen = past.first((position + piece % m + 1) * key_dim);
         let query = &queries[piece * key_dim..(piece + 1) * key_dim];
         attend(query, seen, seen, latent.scale, out);
     });
@@ -173,7 +173,8 @@ fn attend_heads(
     for_each_chunk(executor, &mut heads, n_value, &|piece, out| {
         let (row, past) = (piece / n_head, cache.head(piece % n_head));
         let n_seen = position + row + 1;
-        let (keys, values) = (&past.keys[..n_seen * key_dim], &past.values[..n_seen * n_value]);
+        let keys = past.keys.rows().first(n_seen * key_dim);
+        let values = past.values.rows().first(n_seen * n_value);
         attend(&q[piece * key_dim..(piece + 1) * key_dim], keys, values, latent.scale, out);
     });
     heads

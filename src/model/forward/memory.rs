@@ -1,7 +1,13 @@
 //! What a layer remembers of the positions before.
 
+use std::ops::Range;
+
+use half::f16;
+
 use super::delta_net::NetMemory;
+use crate::kernel::half;
 use crate::model::parts::{Attention, LatentAttention, LatentHeads, Mixer, ShortConv};
+use crate::tensor::{Dtype, WeightView};
 
 /// The memory of one layer, of the kind that its mixer needs.
 #[derive(Clone, Debug)]
@@ -12,10 +18,10 @@ pub(super) enum Memory {
 }
 
 impl Memory {
-    pub fn new(mixer: &Mixer) -> Memory {
+    pub fn new(mixer: &Mixer, cache: CacheType) -> Memory {
         match mixer {
-            Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention.into())),
-            Mixer::Latent(latent) => Memory::Keys(KvCache::new(latent.into())),
+            Mixer::Attention(attention) => Memory::Keys(KvCache::new(attention.into(), cache)),
+            Mixer::Latent(latent) => Memory::Keys(KvCache::new(latent.into(), cache)),
             Mixer::ShortConv(conv) => Memory::Tail(Tail::new(conv)),
             Mixer::DeltaNet(net) => Memory::Net(NetMemory::new(net)),
         }
@@ -85,7 +91,27 @@ impl Memory {
     }
 }
 
-/// Keys and values in f32, each head's positions one after the other.
+/// What keys and values are kept as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheType {
+    /// As they were computed.
+    #[default]
+    F32,
+    /// In half precision: half of the memory, and half of what has to be read for every token of a long context.
+    F16,
+}
+
+impl CacheType {
+    /// Bytes of a number.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            CacheType::F32 => 4,
+            CacheType::F16 => 2,
+        }
+    }
+}
+
+/// Keys and values, each head's positions one after the other.
 #[derive(Clone, Debug)]
 pub(super) struct KvCache {
     shape: KvShape,
@@ -119,15 +145,114 @@ impl From<&LatentAttention> for KvShape {
 }
 
 /// `[n_positions, key_dim]` and `[n_positions, value_dim]`.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Head {
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+    pub keys: Store,
+    pub values: Store,
+}
+
+/// Rows of numbers.
+#[derive(Clone, Debug)]
+pub(super) enum Store {
+    F32(Vec<f32>),
+    /// Half-precision numbers, all finite.
+    F16(Vec<u16>),
+}
+
+/// Rows of a [`Store`].
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    F32(&'a [f32]),
+    F16(&'a [u16]),
+}
+
+impl Head {
+    pub fn new(cache: CacheType) -> Head {
+        Head { keys: Store::new(cache), values: Store::new(cache) }
+    }
+}
+
+impl Store {
+    fn new(cache: CacheType) -> Store {
+        match cache {
+            CacheType::F32 => Store::F32(Vec::new()),
+            CacheType::F16 => Store::F16(Vec::new()),
+        }
+    }
+
+    fn truncate(&mut self, n: usize) {
+        match self {
+            Store::F32(values) => values.truncate(n),
+            Store::F16(values) => values.truncate(n),
+        }
+    }
+
+    /// Appends numbers; what is too large for the type becomes its largest.
+    pub fn extend(&mut self, row: &[f32]) {
+        match self {
+            Store::F32(values) => values.extend_from_slice(row),
+            Store::F16(values) => values.extend(row.iter().map(|&value| {
+                let most = f16::MAX.to_f32();
+                f16::from_f32(value.clamp(-most, most)).to_bits()
+            })),
+        }
+    }
+
+    /// All of them.
+    pub fn rows(&self) -> Rows<'_> {
+        match self {
+            Store::F32(values) => Rows::F32(values),
+            Store::F16(values) => Rows::F16(values),
+        }
+    }
+}
+
+impl<'a> Rows<'a> {
+    /// How many numbers.
+    pub fn len(self) -> usize {
+        match self {
+            Rows::F32(values) => values.len(),
+            Rows::F16(values) => values.len(),
+        }
+    }
+
+    /// The first `n` numbers, or all if there are less.
+    pub fn first(self, n: usize) -> Rows<'a> {
+        match self {
+            Rows::F32(values) => Rows::F32(&values[..n.min(values.len())]),
+            Rows::F16(values) => Rows::F16(&values[..n.min(values.len())]),
+        }
+    }
+
+    /// As rows of a matrix, `n_in` each; `None` where they are not whole.
+    pub fn matrix(self, n_in: usize) -> Option<WeightView<'a>> {
+        let n_rows = self.len() / n_in.max(1);
+        match self {
+            Rows::F32(values) => WeightView::new(Dtype::F32, n_in, n_rows, bytemuck::cast_slice(values)),
+            Rows::F16(values) => WeightView::new(Dtype::F16, n_in, n_rows, bytemuck::cast_slice(values)),
+        }
+    }
+
+    /// The numbers of `range` in f32; where they are not kept so, in `scratch`, which is at least as long.
+    #[inline(always)]
+    pub fn widened<'s>(self, range: Range<usize>, scratch: &'s mut [f32]) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        match self {
+            Rows::F32(values) => &values[range],
+            Rows::F16(values) => {
+                let scratch = &mut scratch[..range.len()];
+                scratch.iter_mut().zip(&values[range]).for_each(|(wide, bits)| *wide = half(*bits));
+                scratch
+            }
+        }
+    }
 }
 
 impl KvCache {
-    fn new(shape: KvShape) -> KvCache {
-        KvCache { shape, heads: vec![Head::default(); shape.n_head] }
+    fn new(shape: KvShape, cache: CacheType) -> KvCache {
+        KvCache { shape, heads: vec![Head::new(cache); shape.n_head] }
     }
 
     /// Appends rows of all heads' keys and of all heads' values after `position`, over whatever a call that failed
@@ -139,7 +264,7 @@ impl KvCache {
             {
                 store.truncate(position * dim);
                 for row in rows.chunks_exact((n_head * dim).max(1)) {
-                    store.extend_from_slice(&row[h * dim..(h + 1) * dim]);
+                    store.extend(&row[h * dim..(h + 1) * dim]);
                 }
             }
         }

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{EMBEDDING, HEAD, MAX_SIZE, Reader, in_layer};
 use crate::executor::WeightTable;
-use crate::model::ModelError;
 use crate::model::shape::{Dense, MatrixShape, ModelShape, moe_layers};
+use crate::model::{CacheType, ModelError};
 use crate::tensor::TensorInfo;
 use crate::units::LayerId;
 
@@ -94,7 +94,7 @@ impl Reader<'_> {
         dense
     }
 
-    /// Bytes that a position adds to the cache of a layer: one f32 for each output of its key and value projections.
+    /// Bytes that a position adds to the cache of a layer: a number for each output of its key and value projections.
     fn cached_bytes(&self, at: LayerId) -> u64 {
         let rows = |part: &str| self.source.find(&in_layer(at, part)).map_or(0, TensorInfo::n_out);
         let inputs = |part: &str| self.source.find(&in_layer(at, part)).map_or(0, TensorInfo::n_in);
@@ -104,7 +104,7 @@ impl Reader<'_> {
             q => rows("attn_qkv").saturating_sub(q),
         };
         let rows = [rows("attn_k"), rows("attn_v"), rows("attn_kv_a_mqa"), fused];
-        rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(size_of::<f32>() as u64)
+        rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(CacheType::F16.bytes())
     }
 }
 

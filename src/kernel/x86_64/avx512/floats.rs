@@ -72,8 +72,8 @@ pub(super) unsafe fn few<T: Float, const A: usize>(
     let mut lanes = [[_mm512_setzero_ps(); 4]; A];
     for at in (0..n_in).step_by(16) {
         let there = if n_in - at < 16 { u16::MAX >> (16 - (n_in - at)) } else { u16::MAX };
-        if A == 1 {
-            prefetch(rows, n_in * T::BYTES, at * T::BYTES, 16 * T::BYTES);
+        if A == 1 && (at * T::BYTES).is_multiple_of(64) {
+            prefetch(rows, at * T::BYTES, 64);
         }
         let mut w = [_mm512_setzero_ps(); 4];
         for r in 0..4 {

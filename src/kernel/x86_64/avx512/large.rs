@@ -487,7 +487,7 @@ impl<T: Block> Loops for Large<T> {
         let mut total = [_mm256_setzero_ps(); A];
         for b in 0..n_blocks {
             if A == 1 {
-                prefetch(rows, n_blocks * T::BYTES, b * T::BYTES, T::BYTES);
+                prefetch(rows, b * T::BYTES, T::BYTES);
             }
             // SAFETY: the caller vouches for `n_blocks` blocks of weights and activations.
             unsafe {

@@ -365,7 +365,7 @@ impl<T: Block> Loops for Small<T> {
         let whole = n_blocks - n_blocks % 8;
         for b in (0..whole).step_by(8) {
             if A == 1 {
-                prefetch(rows, n_blocks * T::BYTES, b * T::BYTES, 8 * T::BYTES);
+                prefetch(rows, b * T::BYTES, 8 * T::BYTES);
             }
             // SAFETY: the caller vouches for `n_blocks` blocks.
             unsafe { Self::step::<true, A>(rows, b, 8, acts, &mut lanes) };
