@@ -134,13 +134,8 @@ impl Avx512 {
         at: usize,
         to: &mut Output<'_>,
     ) -> usize {
-        let acts = rows.map(|row| acts.row(row));
-        for (rows, columns) in fours(weight, tile) {
-            // SAFETY: `self` proves that the CPU has the features, and the rows are `n_in` long.
-            let sums = unsafe { floats::few::<T, A>(&rows, weight.n_in(), &acts) };
-            write(sums, m, columns.after(at), to);
-        }
-        m + A
+        let plain = floats::Plain::<T, A>::of(weight.n_in(), rows.map(|row| acts.row(row)));
+        self.by_fours(weight, tile, &plain, m, at, to)
     }
 
     /// One type: by fours of weight rows, or by sixteens that are turned.
@@ -153,57 +148,100 @@ impl Avx512 {
         mut to: Output<'_>,
     ) {
         let n_blocks = weight.row_bytes() / L::BYTES;
-        let groups = Groups::of(acts, rows, n_blocks, L::LEN);
-        if rows.len() < MANY {
-            for (rows, columns) in fours(weight, o_range) {
-                groups.times(&Few::<L> { _cpu: self, rows, n_blocks, of: PhantomData }, columns, &mut to);
-            }
-            return;
+        match *rows {
+            [a] => return self.few::<L, 1>(weight, o_range, acts, &[a], n_blocks, to),
+            [a, b] => return self.few::<L, 2>(weight, o_range, acts, &[a, b], n_blocks, to),
+            [a, b, c] => return self.few::<L, 3>(weight, o_range, acts, &[a, b, c], n_blocks, to),
+            [a, b, c, d] => return self.few::<L, 4>(weight, o_range, acts, &[a, b, c, d], n_blocks, to),
+            _ => {}
         }
+        let groups = Groups::of(acts, rows, n_blocks, L::LEN);
         let mut turned = Vec::new();
         for first in o_range.clone().step_by(TURNED) {
-            let columns = Columns { at: first - o_range.start, apart: 1, n: TURNED.min(o_range.end - first) };
+            let (at, n) = (first - o_range.start, TURNED.min(o_range.end - first));
             // SAFETY: `self` proves that the CPU has the features, and the rows are `n_blocks` long.
-            unsafe { L::turn(&pointers(weight, first, columns), n_blocks, &mut turned) };
-            groups.times(&Many::<L> { _cpu: self, turned: &turned }, columns, &mut to);
+            unsafe { L::turn(&pointers(weight, first, 1, n), n_blocks, &mut turned) };
+            groups.times::<L>(self, &turned, at, n, &mut to);
+        }
+    }
+
+    /// Few activation rows: weights are multiplied as they are decoded.
+    fn few<L: Loops, const A: usize>(
+        self,
+        weight: WeightView<'_>,
+        o_range: Range<usize>,
+        acts: &Activations,
+        rows: &[u32; A],
+        n_blocks: usize,
+        mut to: Output<'_>,
+    ) {
+        let acts = codes(acts, rows, n_blocks, L::LEN);
+        self.by_fours(weight, o_range, &Few::<L, A> { n_blocks, acts, of: PhantomData }, 0, 0, &mut to);
+    }
+
+    /// The rows of `o_range` by fours, one from each quarter of the range, so that each of the four goes on where it
+    /// stopped and the memory sees four long streams; then those that are left. Outputs go to columns `at` and on, of
+    /// the `m`-th row and on; returns the next `m`.
+    fn by_fours<const A: usize>(
+        self,
+        weight: WeightView<'_>,
+        o_range: Range<usize>,
+        product: &impl Fours<A>,
+        m: usize,
+        at: usize,
+        to: &mut Output<'_>,
+    ) -> usize {
+        let (apart, rest) = (o_range.len() / 4, o_range.len() % 4);
+        if apart > 0 {
+            let rows = pointers(weight, o_range.start, apart, 4);
+            // SAFETY: `self` proves that the CPU has the features; `apart` rows follow each other from every pointer.
+            unsafe { streams(product, rows, weight.row_bytes(), apart, (m, at), to) };
+        }
+        if rest > 0 {
+            // SAFETY: as above.
+            let sums = unsafe { product.times(&pointers(weight, o_range.end - rest, 1, rest)) };
+            write(sums, m, at + 4 * apart, rest, to);
+        }
+        m + A
+    }
+}
+
+/// `apart` times four weight rows, each behind the one before it in its stream. Outputs go to rows and columns
+/// `first` and on; those of the streams are `apart` columns apart.
+///
+/// # Safety
+///
+/// So many rows of `row_bytes` are there; the CPU has the features.
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn streams<const A: usize>(
+    product: &impl Fours<A>,
+    mut rows: [*const u8; 4],
+    row_bytes: usize,
+    apart: usize,
+    first: (usize, usize),
+    to: &mut Output<'_>,
+) {
+    let (m, at) = first;
+    for i in 0..apart {
+        // SAFETY: the caller vouches for the rows.
+        let sums = unsafe { product.times(&rows) };
+        for a in 0..A {
+            for r in 0..4 {
+                to.out[(m + a) * to.stride + to.first + at + r * apart + i] = sums[a][r];
+            }
+        }
+        for row in &mut rows {
+            *row = row.wrapping_add(row_bytes);
         }
     }
 }
 
-/// Which outputs a few weight rows make: `n` columns from `at` on, so far `apart`.
-#[derive(Clone, Copy)]
-struct Columns {
-    at: usize,
-    apart: usize,
-    n: usize,
-}
-
-impl Columns {
-    /// The same of a range that begins `at` columns later.
-    fn after(self, at: usize) -> Columns {
-        Columns { at: self.at + at, ..self }
-    }
-}
-
-/// The rows of `o_range` by fours, one from each quarter of the range: so each of the four goes on where it stopped,
-/// and the memory sees four long streams. Then those that are left.
-fn fours(
-    weight: WeightView<'_>,
-    o_range: Range<usize>,
-) -> impl Iterator<Item = ([*const u8; 4], Columns)> + '_ {
-    let (first, n) = (o_range.start, o_range.len());
-    let (apart, rest) = (n / 4, n % 4);
-    let whole = (0..apart).map(move |at| Columns { at, apart, n: 4 });
-    let rest = (rest > 0).then_some(Columns { at: n - rest, apart: 1, n: rest });
-    whole.chain(rest).map(move |columns| (pointers(weight, first + columns.at, columns), columns))
-}
-
-/// Where the weight row `first` and the others of `columns` begin; the last stands in for those that are not there.
-#[inline]
-fn pointers<const R: usize>(weight: WeightView<'_>, first: usize, columns: Columns) -> [*const u8; R] {
+/// Where the weight row `first` begins, and `n - 1` others that are so far `apart`; the last of them stands in for those
+/// that are not there.
+fn pointers<const R: usize>(weight: WeightView<'_>, first: usize, apart: usize, n: usize) -> [*const u8; R] {
     let mut rows = [weight.row(first).as_ptr(); R];
     for r in 1..R {
-        rows[r] = if r < columns.n { weight.row(first + r * columns.apart).as_ptr() } else { rows[r - 1] };
+        rows[r] = if r < n { weight.row(first + r * apart).as_ptr() } else { rows[r - 1] };
     }
     rows
 }
@@ -246,39 +284,32 @@ trait Loops {
     unsafe fn many<const A: usize>(turned: &[Self::Turned], acts: &Codes<A>) -> [[f32; TURNED]; A];
 }
 
-/// `R` weight rows that are ready to be multiplied.
-trait Tile<const R: usize> {
-    /// Times `A` activation rows, which have as many blocks.
-    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; R]; A];
+/// What four weight rows are multiplied by: `A` activation rows.
+trait Fours<const A: usize> {
+    /// Four weight rows times them.
+    ///
+    /// # Safety
+    ///
+    /// The weight rows are as long; the CPU is an [`Avx512`].
+    unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A];
 }
 
-struct Few<L> {
-    _cpu: Avx512,
-    rows: [*const u8; 4],
+struct Few<L, const A: usize> {
     n_blocks: usize,
+    acts: Codes<A>,
     of: PhantomData<L>,
 }
 
-impl<L: Loops> Tile<4> for Few<L> {
-    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; 4]; A] {
-        // SAFETY: `_cpu` proves that the CPU has the features; all rows have `n_blocks`.
-        unsafe { L::few(&self.rows, self.n_blocks, acts) }
+impl<L: Loops, const A: usize> Fours<A> for Few<L, A> {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A] {
+        // SAFETY: the caller vouches for rows of `n_blocks`.
+        unsafe { L::few(rows, self.n_blocks, &self.acts) }
     }
 }
 
-struct Many<'a, L: Loops> {
-    _cpu: Avx512,
-    turned: &'a [L::Turned],
-}
-
-impl<L: Loops> Tile<TURNED> for Many<'_, L> {
-    fn times<const A: usize>(&self, acts: &Codes<A>) -> [[f32; TURNED]; A] {
-        // SAFETY: `_cpu` proves that the CPU has the features; all rows have as many blocks.
-        unsafe { L::many(self.turned, acts) }
-    }
-}
-
-/// The activation rows that every tile is multiplied by, in order: by eights, then four, two and one of the rest.
+/// The activation rows that turned weights are multiplied by, in order: by eights, then four, two and one of the rest.
 struct Groups {
     eights: Vec<Codes<8>>,
     four: Option<Codes<4>>,
@@ -299,20 +330,23 @@ impl Groups {
         }
     }
 
-    /// All of them times a tile that makes these outputs.
-    fn times<const R: usize>(&self, tile: &impl Tile<R>, columns: Columns, to: &mut Output<'_>) {
+    /// All of them times sixteen weight rows, of which `n` make the outputs `at` and on.
+    fn times<L: Loops>(&self, _: Avx512, turned: &[L::Turned], at: usize, n: usize, to: &mut Output<'_>) {
         let mut m = 0;
-        for eight in &self.eights {
-            m = write(tile.times(eight), m, columns, to);
-        }
-        if let Some(four) = &self.four {
-            m = write(tile.times(four), m, columns, to);
-        }
-        if let Some(two) = &self.two {
-            m = write(tile.times(two), m, columns, to);
-        }
-        if let Some(one) = &self.one {
-            write(tile.times(one), m, columns, to);
+        // SAFETY: there is a CPU that has the features, and all rows have as many blocks.
+        unsafe {
+            for eight in &self.eights {
+                m = write(L::many(turned, eight), m, at, n, to);
+            }
+            if let Some(four) = &self.four {
+                m = write(L::many(turned, four), m, at, n, to);
+            }
+            if let Some(two) = &self.two {
+                m = write(L::many(turned, two), m, at, n, to);
+            }
+            if let Some(one) = &self.one {
+                write(L::many(turned, one), m, at, n, to);
+            }
         }
     }
 }
@@ -321,21 +355,21 @@ fn codes<const A: usize>(acts: &Activations, rows: &[u32; A], n_blocks: usize, b
     Codes::of(&rows.map(|row| acts.row(row)), n_blocks, block_len)
 }
 
-/// The sums of each activation row, the `m`-th and on, to their columns; returns the next `m`.
-#[inline]
+/// The first `n` sums of each activation row, the `m`-th and on, to columns `at` and on; returns the next `m`.
 fn write<const R: usize, const A: usize>(
     sums: [[f32; R]; A],
     m: usize,
-    columns: Columns,
+    at: usize,
+    n: usize,
     to: &mut Output<'_>,
 ) -> usize {
-    let Columns { at, apart, n } = columns;
     for (a, sums) in sums.iter().enumerate() {
-        let out = &mut to.out[(m + a) * to.stride + to.first + at..];
-        match out.first_chunk_mut() {
-            // No loop for whole registers.
-            Some(out) if apart == 1 && n == R => *out = *sums,
-            _ => sums[..n].iter().enumerate().for_each(|(r, sum)| out[r * apart] = *sum),
+        let first = (m + a) * to.stride + to.first + at;
+        let out = &mut to.out[first..first + n];
+        match out.as_mut_array() {
+            // Nearly always, and no call to copy a few bytes.
+            Some(out) => *out = *sums,
+            None => out.copy_from_slice(&sums[..n]),
         }
     }
     m + A

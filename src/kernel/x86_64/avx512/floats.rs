@@ -1,8 +1,9 @@
 //! Weights that are plain numbers: sixteen at a time, four weight rows by up to four activation rows.
 
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
-use super::prefetch;
+use super::{Fours, prefetch};
 use crate::kernel::activations::Row;
 
 /// A plain type, `BYTES` wide.
@@ -55,20 +56,46 @@ impl Float for Bf16 {
     }
 }
 
-/// Four weight rows of `n_in` times `A` activation rows: see [`crate::kernel`], "floats".
+/// `A` activation rows, for weight rows of `n_in`: see [`crate::kernel`], "floats".
+pub(super) struct Plain<'a, T, const A: usize> {
+    n_in: usize,
+    acts: [Row<'a>; A],
+    of: PhantomData<T>,
+}
+
+impl<'a, T, const A: usize> Plain<'a, T, A> {
+    /// # Panics
+    ///
+    /// When a row is shorter: a bug of the caller.
+    pub(super) fn of(n_in: usize, acts: [Row<'a>; A]) -> Self {
+        for act in &acts {
+            assert!(act.values.len() >= n_in.next_multiple_of(16), "too few activations");
+        }
+        Plain { n_in, acts, of: PhantomData }
+    }
+}
+
+impl<T: Float, const A: usize> Fours<A> for Plain<'_, T, A> {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A] {
+        // SAFETY: the caller vouches for the weight rows.
+        unsafe { few::<T, A>(rows, self.n_in, &self.acts) }
+    }
+}
+
+/// Four weight rows of `n_in` times `A` activation rows.
 ///
 /// # Safety
 ///
-/// The weight rows are that long; the CPU has the features.
+/// All rows are that long; the CPU has the features.
+#[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn few<T: Float, const A: usize>(
+unsafe fn few<T: Float, const A: usize>(
     rows: &[*const u8; 4],
     n_in: usize,
     acts: &[Row<'_>; A],
 ) -> [[f32; 4]; A] {
-    for act in acts {
-        assert!(act.values.len() >= n_in.next_multiple_of(16), "too few activations");
-    }
     let mut lanes = [[_mm512_setzero_ps(); 4]; A];
     for at in (0..n_in).step_by(16) {
         let there = if n_in - at < 16 { u16::MAX >> (16 - (n_in - at)) } else { u16::MAX };

@@ -481,6 +481,7 @@ impl<T: Block> Loops for Large<T> {
     const LEN: usize = 256;
     type Turned = Turned;
 
+    #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         // Of each row the sum with d, and, where there are minimums, the one with dmin beside it.

@@ -359,6 +359,7 @@ impl<T: Block> Loops for Small<T> {
     const LEN: usize = 32;
     type Turned = Turned;
 
+    #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         let mut lanes = [[_mm512_setzero_ps(); 2]; A];
