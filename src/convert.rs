@@ -24,7 +24,7 @@ use crate::pack::{
     Contents, Digest, Existing, FileContents, Finished, Giver, Layout, Manifest, Pack, PackError, Partial,
     SourceTensor, Writer,
 };
-use crate::plan::{Objective, Plan, PlanRequest, Routing};
+use crate::plan::{Objective, Plan, PlanRequest, Routing, Shares};
 use crate::profile::DeviceProfile;
 use crate::progress::{Progress, Unit};
 use crate::source::{self, Opened};
@@ -50,6 +50,8 @@ pub struct Choice {
     pub domains: u32,
     /// What to plan for.
     pub objective: Objective,
+    /// What may be shared between the NPU and the CPU.
+    pub shares: Shares,
     /// Experts to keep hot whatever they cost.
     pub force_hot: Vec<(LayerId, ExpertId)>,
     /// Where routing statistics come from.
@@ -217,6 +219,7 @@ pub fn request<'a>(shape: &'a ModelShape, routing: Routing<'a>, choice: &'a Choi
         objective: choice.objective,
         force_hot: choice.force_hot.clone(),
         ram: choice.ram,
+        shares: choice.shares,
     }
 }
 

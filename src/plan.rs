@@ -16,8 +16,10 @@ mod notes;
 mod paging;
 mod place;
 mod routing;
+mod rows;
 mod select;
 mod selector;
+mod state;
 mod sweep;
 mod times;
 
@@ -29,7 +31,8 @@ pub use capacity::{Capacity, Fit, capacity};
 pub use cost::Parts;
 pub use document::{
     Advice, Basis, Chunk, Cut, DomainFootprint, Footprint, Forecast, HitRate, HitRates, Holds, Item,
-    LayerPlan, MatrixPlan, MemoryAccount, Note, Objective, Placed, Plan, ProfileId, Range, Regime, Verdict,
+    LayerPlan, MatrixPlan, MemoryAccount, Note, Objective, Placed, Plan, ProfileId, Range, Regime, Shares,
+    Verdict,
 };
 pub use explain::{Calls, Explanation, Reason};
 pub use hits::prefix_hits;
@@ -41,7 +44,7 @@ use crate::calibrate::{BATCHES, RoutedLayer, StatisticsError};
 use crate::model::{MatrixShape, ModelShape, MoeLayerShape};
 use crate::profile::{DeviceProfile, ProfileError};
 use crate::tensor::Projection;
-use crate::tile::TileError;
+use crate::tile::{SubMatrix, TileError};
 use crate::units::{Bytes, ExpertId, LayerId};
 use document::tidy;
 use forecast::{Case, Hot};
@@ -49,8 +52,10 @@ use layer::{Curves, LayerModel};
 use notes::{memory, notes};
 use place::Resident;
 use routing::{LayerRouting, SkewEnd};
-use select::{Choices, State, Weights};
+use rows::RowStep;
+use select::{Choices, Weights};
 use selector::{Selected, Selectors, best_hot};
+use state::{Split, State};
 
 /// Tokens of the prompt that prefill is planned for.
 pub const PROMPT_TOKENS: u32 = 512;
@@ -86,14 +91,16 @@ pub struct PlanRequest<'a> {
     pub force_hot: Vec<(LayerId, ExpertId)>,
     /// The board's memory; the profile's where not given.
     pub ram: Option<Bytes>,
+    /// What may be shared between the two sides.
+    pub shares: Shares,
 }
 
 impl<'a> PlanRequest<'a> {
     /// A request with every default.
     pub fn new(shape: &'a ModelShape, routing: Routing<'a>, profile: &'a DeviceProfile) -> PlanRequest<'a> {
         let (budget, ram, domains) = (None, None, 1);
-        let (objective, force_hot) = (Objective::Auto, Vec::new());
-        PlanRequest { shape, routing, profile, budget, domains, objective, force_hot, ram }
+        let (objective, force_hot, shares) = (Objective::Auto, Vec::new(), Shares::Auto);
+        PlanRequest { shape, routing, profile, budget, domains, objective, force_hot, ram, shares }
     }
 }
 
@@ -264,7 +271,7 @@ impl<'a> Planner<'a> {
             .map(|regime| best_hot(request, likely, choices, domains, &states, regime, weights));
         let cuts = cuts(request, likely, &hot);
         let layers = layer_plans(shape, choices, domains, &states);
-        let chunks = place::place(&resident(choices, &layers, weights), n_domains, profile);
+        let chunks = place::place(&resident(choices, &layers, &states, weights), n_domains, profile);
         let footprint = place::footprint(&chunks, n_domains, profile)?;
         let memory = memory(request, footprint.weight_bytes, footprint.scratch_bytes);
         let [decode, prefill] =
@@ -306,11 +313,11 @@ impl<'a> Planner<'a> {
     /// are read 512 at a time, as `ork-run` does.
     pub fn forecast_at(&self, plan: &Plan, tokens: u32) -> Forecast {
         let batch = tokens.clamp(1, PROMPT_TOKENS);
-        let hot = |layer: &LayerPlan| {
-            let (gate_up, down) = Holds::count(plan.hot(LayerId(layer.layer), batch));
-            Hot { gate_up, down, domain: layer.domain }
+        let hot = |(layer, model): (&LayerPlan, &LayerModel)| {
+            let n_items = plan.hot(LayerId(layer.layer), batch).len();
+            Hot { state: State::of_plan(layer, model, n_items), domain: layer.domain }
         };
-        let hot: Vec<Hot> = plan.layers.iter().map(hot).collect();
+        let hot: Vec<Hot> = plan.layers.iter().zip(self.cases[1].models.iter()).map(hot).collect();
         let regime = if batch == 1 { Regime::Decode } else { Regime::Prefill };
         let forecast = forecast::forecast(self.request, &self.cases, regime, batch, &hot, &plan.memory);
         Forecast { tokens: tokens.max(1), ..forecast }
@@ -331,7 +338,8 @@ impl<'a> Planner<'a> {
         let page = self.request.profile.memory.page_bytes.value;
         let curves = likely.decode.iter().zip(&likely.prefill);
         let choices = likely.models.iter().zip(curves);
-        choices.map(|(model, (decode, prefill))| Choices::new(model, decode, prefill, page)).collect()
+        let shares = self.request.shares;
+        choices.map(|(model, (decode, prefill))| Choices::new(model, decode, prefill, shares, page)).collect()
     }
 }
 
@@ -438,7 +446,7 @@ fn models(
 /// Both cuts; prefill from the shortest batch on at which it gains, and at every longer one.
 fn cuts(request: &PlanRequest<'_>, likely: &Case, hot: &[Vec<Hot>; 2]) -> Vec<Cut> {
     let [decode, prefill] = hot;
-    let cold: Vec<Hot> = prefill.iter().map(|hot| Hot { gate_up: 0, down: 0, ..*hot }).collect();
+    let cold: Vec<Hot> = prefill.iter().map(|hot| hot.cold()).collect();
     let gains = |tokens: u32| {
         let curves: Vec<Curves> =
             likely.models.iter().map(|model| model.batch(&likely.rates, tokens)).collect();
@@ -458,13 +466,11 @@ fn cuts(request: &PlanRequest<'_>, likely: &Case, hot: &[Vec<Hot>; 2]) -> Vec<Cu
             .unwrap_or(PROMPT_TOKENS),
     };
     let cut = |regime, from_tokens, hot: &[Hot]| {
-        let served = |(hot, model): (&Hot, &LayerModel)| -> f64 {
-            let sum = |n: usize| model.inclusion[..n].iter().sum::<f64>();
-            (2.0 * sum(hot.gate_up) + sum(hot.down)) / 3.0
-        };
+        let served = |(hot, model): (&Hot, &LayerModel)| model.served(hot.state);
         let all: f64 = request.shape.moe_layers.iter().map(|moe| moe.n_used as f64).sum();
         let hit_rate = tidy(hot.iter().zip(likely.models.iter()).map(served).sum::<f64>() / all);
-        let layers = hot.iter().map(|hot| hot.gate_up.max(hot.down) as u32);
+        let items = |(hot, model): (&Hot, &LayerModel)| hot.state.n_items(model.n_expert()) as u32;
+        let layers = hot.iter().zip(likely.models.iter()).map(items);
         Cut { regime, from_tokens, layers: layers.collect(), hit_rate }
     };
     vec![cut(Regime::Decode, 1, decode), cut(Regime::Prefill, from_tokens, prefill)]
@@ -479,52 +485,86 @@ fn layer_plans(
 ) -> Vec<LayerPlan> {
     let plan = |(i, moe): (usize, &MoeLayerShape)| {
         let (choice, state) = (&choices[i], states[i]);
-        let may_whole = choice.model.may_be_hot().1;
-        let item = |at: usize| {
-            // What is not resident would be as a whole, unless its layer does without downs.
-            let whole = if state.down < state.gate_up || !may_whole { Holds::GateUp } else { Holds::Whole };
-            let holds = match (at < state.gate_up, at < state.down) {
-                (true, true) => Holds::Whole,
-                (true, false) => Holds::GateUp,
-                (false, true) => Holds::Down,
-                (false, false) => whole,
-            };
-            let (gate_up, down) = (holds != Holds::Down, holds != Holds::GateUp);
-            let saved = |curves: &Curves| {
-                let of = |curve: &[f64], held: bool| if held { curve[at] - curve[at + 1] } else { 0.0 };
-                of(&curves.gate_up, gate_up) + of(&curves.down, down)
-            };
-            let bytes = |bytes: u64, held: bool| if held { bytes } else { 0 };
-            Item {
-                expert: choice.model.order[at],
-                holds,
-                bytes: bytes(choice.bytes.0, gate_up) + bytes(choice.bytes.1, down),
-                share: tidy(choice.model.inclusion[at] / moe.n_used as f64),
-                decode_seconds: tidy(saved(choice.decode)),
-                prefill_seconds: tidy(saved(choice.prefill)),
-                forced: at < choice.model.n_forced,
-            }
+        let item = match state.split {
+            Split::Experts => expert_item,
+            Split::Rows => rows_item,
         };
         LayerPlan {
             layer: moe.layer.0,
             domain: domains[i],
             n_expert: moe.n_expert() as u32,
             n_used: moe.n_used as u32,
-            matrices: Projection::ALL.map(|p| matrix_plan(moe, choice.model, p)).to_vec(),
-            resident: state.n_items() as u32,
-            ranking: (0..moe.n_expert()).map(item).collect(),
+            matrices: Projection::ALL.map(|p| matrix_plan(moe, choice.model, state, p)).to_vec(),
+            resident: state.n_items(moe.n_expert()) as u32,
+            ranking: (0..moe.n_expert()).map(|at| item(choice, state, moe, at)).collect(),
         }
     };
     shape.moe_layers.iter().enumerate().map(plan).collect()
 }
 
-fn matrix_plan(moe: &MoeLayerShape, model: &LayerModel, p: Projection) -> MatrixPlan {
+/// An expert in a layer that is shared by experts.
+fn expert_item(choice: &Choices<'_>, state: State, moe: &MoeLayerShape, at: usize) -> Item {
+    // What is not resident would be as a whole, unless its layer does without downs.
+    let is_whole = state.down >= state.gate_up && choice.model.may_be_hot().1;
+    let holds = match (at < state.gate_up, at < state.down) {
+        (true, true) => Holds::Whole,
+        (true, false) => Holds::GateUp,
+        (false, true) => Holds::Down,
+        (false, false) if is_whole => Holds::Whole,
+        (false, false) => Holds::GateUp,
+    };
+    let (gate_up, down) = (holds != Holds::Down, holds != Holds::GateUp);
+    let saved = |curves: &Curves| {
+        let of = |curve: &[f64], held: bool| if held { curve[at] - curve[at + 1] } else { 0.0 };
+        of(&curves.experts.gate_up, gate_up) + of(&curves.experts.down, down)
+    };
+    let bytes = |bytes: u64, held: bool| if held { bytes } else { 0 };
+    Item {
+        expert: choice.model.order[at],
+        holds,
+        bytes: bytes(choice.bytes.0, gate_up) + bytes(choice.bytes.1, down),
+        share: tidy(choice.model.inclusion[at] / moe.n_used as f64),
+        decode_seconds: tidy(saved(choice.decode)),
+        prefill_seconds: tidy(saved(choice.prefill)),
+        forced: at < choice.model.n_forced,
+    }
+}
+
+/// An expert in a layer that is shared by rows: what the layer saves is told in proportion to the calls of each.
+fn rows_item(choice: &Choices<'_>, state: State, moe: &MoeLayerShape, at: usize) -> Item {
+    let share = choice.model.inclusion[at] / moe.n_used as f64;
+    let saved = |curves: &Curves| share * (curves.of(State::default()) - curves.of(state));
+    Item {
+        expert: choice.model.order[at],
+        holds: Holds::Rows,
+        bytes: choice.bytes_of(state) / moe.n_expert() as u64,
+        share: tidy(share),
+        decode_seconds: tidy(saved(choice.decode)),
+        prefill_seconds: tidy(saved(choice.prefill)),
+        forced: false,
+    }
+}
+
+/// The programs of one projection of an expert of which anything is resident.
+fn parts_of(model: &LayerModel, state: State, p: Projection) -> &[SubMatrix] {
+    match state.split {
+        Split::Experts => model.parts[p as usize].as_deref().unwrap_or_default(),
+        Split::Rows => &row_step(model, state, p).parts,
+    }
+}
+
+fn row_step(model: &LayerModel, state: State, p: Projection) -> &RowStep {
+    &model.rows.of_projection(p)[if p == Projection::Down { state.down } else { state.gate_up }]
+}
+
+fn matrix_plan(moe: &MoeLayerShape, model: &LayerModel, state: State, p: Projection) -> MatrixPlan {
     let (n_in, n_out) = moe.experts.first().map_or((0, 0), |e| (e[p as usize].n_in, e[p as usize].n_out));
-    let parts = model.parts[p as usize].as_deref().unwrap_or_default();
+    let parts = parts_of(model, state, p);
     MatrixPlan {
         projection: p.name().to_owned(),
         n_in: n_in as u64,
         n_out: n_out as u64,
+        rows: (state.split == Split::Rows).then(|| row_step(model, state, p).rows),
         programs: parts.len() as u32,
         tile_bytes: parts.iter().map(|part| part.bytes()).sum(),
     }
@@ -533,25 +573,30 @@ fn matrix_plan(moe: &MoeLayerShape, model: &LayerModel, p: Projection) -> Matrix
 /// The resident items of all layers, best first: those the user named, then by what each adds per byte.
 ///
 /// Inside a layer the order is that of its ranking: no item counts for more than the one before it.
-fn resident<'a>(choices: &'a [Choices<'_>], layers: &[LayerPlan], weights: Weights) -> Vec<Resident<'a>> {
+fn resident<'a>(
+    choices: &'a [Choices<'_>],
+    layers: &[LayerPlan],
+    states: &[State],
+    weights: Weights,
+) -> Vec<Resident<'a>> {
     let mut items: Vec<(f64, f64, Resident<'a>)> = Vec::new();
-    for (choice, plan) in choices.iter().zip(layers) {
+    for ((choice, plan), &state) in choices.iter().zip(layers).zip(states) {
         let (mut key, mut share) = (f64::INFINITY, f64::INFINITY);
         for (at, item) in plan.ranking.iter().take(plan.resident as usize).enumerate() {
-            let value = |n: usize| {
-                let (gate_up, down) = Holds::count(&plan.ranking[..n]);
-                choice.value(State { gate_up, down }, weights)
-            };
-            let worth = match () {
-                () if item.forced => f64::INFINITY,
-                () if weights.hits > 0.0 => item.share * f64::from(plan.n_used),
-                () => (value(at + 1) - value(at)) / item.bytes.max(1) as f64,
+            let calls = item.share * f64::from(plan.n_used);
+            let value = |n: usize| choice.value(state.first(n), weights);
+            let worth = match state.split {
+                Split::Experts if item.forced => f64::INFINITY,
+                Split::Experts if weights.hits > 0.0 => calls,
+                Split::Experts => (value(at + 1) - value(at)) / item.bytes.max(1) as f64,
+                // Rows of all experts save together what they save.
+                Split::Rows => item.share * choice.value(state, weights) / item.bytes.max(1) as f64,
             };
             key = key.min(worth);
-            share = share.min(item.share * f64::from(plan.n_used));
+            share = share.min(calls);
             let (layer, expert) = (LayerId(plan.layer), ExpertId(item.expert));
-            let (domain, parts) = (plan.domain, &choice.model.parts);
-            items.push((key, share, Resident { layer, expert, holds: item.holds, domain, parts }));
+            let parts = plan.projections(item.holds).iter().map(|&p| (p, parts_of(choice.model, state, p)));
+            items.push((key, share, Resident { layer, expert, domain: plan.domain, parts: parts.collect() }));
         }
     }
     items.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.total_cmp(&a.1)));

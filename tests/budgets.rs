@@ -2,7 +2,8 @@
 
 use orkpack::model::{ModelShape, MoeLayerShape};
 use orkpack::plan::{
-    ANSWER_TOKENS, Advice, Note, Objective, PROMPT_TOKENS, Plan, PlanRequest, Planner, Routing, Skew, choose,
+    ANSWER_TOKENS, Advice, Note, Objective, PROMPT_TOKENS, Plan, PlanRequest, Planner, Routing, Shares, Skew,
+    choose,
 };
 use orkpack::profile::DeviceProfile;
 use orkpack::report::{self, PlanDocument};
@@ -61,6 +62,7 @@ fn seconds(plan: &Plan) -> f64 {
 fn ten_thousand_plans_keep_to_their_budgets_and_gain_with_them() {
     let mut rng = Rng::new(77);
     let (mut used, mut gained, mut both, mut best, mut chosen) = (0, 0, 0, 0, 0);
+    let (mut by_rows, mut beside) = (0, 0);
     for round in 0..10_000 {
         let (profile, shape) = (some_device(&mut rng), some_model(&mut rng, round));
         let counted;
@@ -73,6 +75,7 @@ fn ten_thousand_plans_keep_to_their_budgets_and_gain_with_them() {
         let mut request = PlanRequest::new(&shape, routing, &profile);
         let objectives = [Objective::Auto, Objective::Decode, Objective::Prefill, Objective::Hits];
         request.objective = objectives[rng.below(4) as usize];
+        request.shares = [Shares::Auto, Shares::Auto, Shares::Rows][rng.below(3) as usize];
         // Domains are chosen for one by one, and each costs a switch: the sum of two regimes is not what is chosen by.
         let one_regime = [Objective::Decode, Objective::Prefill].contains(&request.objective);
         request.domains = if one_regime { 1 + rng.below(3) as u32 } else { 1 };
@@ -104,6 +107,14 @@ fn ten_thousand_plans_keep_to_their_budgets_and_gain_with_them() {
                 both += usize::from([plan.verdict.decode, plan.verdict.prefill] == [Advice::Npu; 2]);
             }
             used += usize::from(fullest > 0);
+            // Layers shared by rows, in such plans beside layers shared by experts.
+            let rows = plan.layers.iter().filter(|layer| layer.is_by_rows()).count();
+            let experts = plan.layers.iter().filter(|l| !l.is_by_rows() && l.resident > 0).count();
+            by_rows += usize::from(rows > 0 && request.shares == Shares::Auto);
+            beside += usize::from(rows > 0 && experts > 0);
+            if rows > 0 {
+                plan.check(&shape, &profile).unwrap();
+            }
             if round % 20 == 0 {
                 let again = choose(&PlanRequest { budget: Some(Bytes(budget)), ..request.clone() }).unwrap();
                 assert_eq!(again, plan, "{what}");
@@ -115,6 +126,7 @@ fn ten_thousand_plans_keep_to_their_budgets_and_gain_with_them() {
     assert!(best >= chosen / 100 * 98, "{best} of {chosen} choices are certain");
     // The property is not held for want of cases.
     assert!(used > 10_000 && gained > 3_000 && both > 1_000, "{used} used, {gained} gained, {both} for both");
+    assert!(by_rows > 1_000 && beside > 300, "{by_rows} chose rows themselves, {beside} beside experts");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use orkpack::calibrate::{Block, Statistics};
 use orkpack::gguf::GgufFile;
 use orkpack::model::Outline;
 use orkpack::pack::{Contents, Existing};
-use orkpack::plan::{Objective, PlanRequest, Routing, choose};
+use orkpack::plan::{Objective, PlanRequest, Routing, Shares, choose};
 use orkpack::profile::DeviceProfile;
 use orkpack::tensor::{Dtype, Value};
 use orkpack::units::Bytes;
@@ -162,7 +162,14 @@ fn write_the_sound_inputs() {
                 ("good-model", packed()),
             ],
         ),
-        ("plan", vec![("good-cold", plan(Objective::Auto)), ("good-hot", plan(Objective::Hits))]),
+        (
+            "plan",
+            vec![
+                ("good-cold", plan(Objective::Auto, Shares::Auto)),
+                ("good-hot", plan(Objective::Hits, Shares::Auto)),
+                ("good-rows", plan(Objective::Hits, Shares::Rows)),
+            ],
+        ),
         ("profile", vec![("good-rk3588", profile())]),
         ("prompts", vec![("good-lines", PROMPTS.as_bytes().to_vec())]),
         ("session", vec![("good-turn", SESSION.as_bytes().to_vec())]),
@@ -212,13 +219,15 @@ fn statistics() -> Statistics {
         .unwrap()
 }
 
-fn plan(objective: Objective) -> Vec<u8> {
+fn plan(objective: Objective, shares: Shares) -> Vec<u8> {
     let (outline, statistics, profile) =
         (outline_of_reference(), statistics(), DeviceProfile::built_in("rk3588").unwrap());
     let mut request = PlanRequest::new(outline.shape(), Routing::Measured(&statistics), &profile);
-    request.objective = objective;
-    request.budget = Some(Bytes(64 << 10));
-    choose(&request).unwrap().to_json().unwrap()
+    (request.objective, request.shares) = (objective, shares);
+    request.budget = Some(Bytes(if shares == Shares::Rows { 256 << 10 } else { 64 << 10 }));
+    let plan = choose(&request).unwrap();
+    assert_eq!(plan.layers.iter().any(|layer| layer.is_by_rows()), shares == Shares::Rows);
+    plan.to_json().unwrap()
 }
 
 fn profile() -> Vec<u8> {

@@ -6,10 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use orkpack::convert::Choice;
 use orkpack::device::port::{Buffer, BufferId, Clock, Direction, Port, Submission, Ticket};
 use orkpack::device::{Device, DeviceMatrix, Fault, Job, Npu, PlacedPart, PortError, Sim};
 use orkpack::error::Error;
 use orkpack::model::evaluate::argmax;
+use orkpack::pack::Pack;
+use orkpack::plan::{Plan, Shares};
 use orkpack::profile::DeviceProfile;
 use orkpack::runtime::{DeviceChoice, Options, Runtime, Session};
 use orkpack::tensor::{Int8Matrix, MatrixView};
@@ -102,8 +105,8 @@ fn bits(session: &mut Session<'_>) -> Result<Vec<u32>, Error> {
     Ok(bits)
 }
 
-/// A pack with all experts hot, in two chunks at least.
-fn all_hot(folder: &Path) -> PathBuf {
+/// A pack with all experts hot, or some rows of all, in two chunks at least.
+fn hot(folder: &Path, shares: Shares) -> PathBuf {
     let spec = MoeSpec {
         n_layer: 2,
         n_expert: 3,
@@ -115,7 +118,9 @@ fn all_hot(folder: &Path) -> PathBuf {
     };
     let model = model_in(folder, &tiny_moe(&spec));
     calibrate_beside(&model, &TOKENS);
-    let mut request = request(&model, hits(1 << 30));
+    // All of them take 288 KiB.
+    let budget = if shares == Shares::Rows { 240 << 10 } else { 1 << 30 };
+    let mut request = request(&model, Choice { shares, ..hits(budget) });
     request.choice.profile.memory.chunk_bytes.value = 128 << 10;
     convert(request).unwrap().1.output
 }
@@ -153,8 +158,19 @@ fn run_with(runtime: &Runtime, fault: Option<Fault>) -> (Run, Driver) {
 
 #[test]
 fn every_fault_at_every_operation_of_a_run_changes_no_bit_and_leaves_nothing_mapped() {
+    every_fault(Shares::Experts);
+}
+
+#[test]
+fn every_fault_at_every_operation_of_a_run_that_shares_rows_changes_no_bit_either() {
+    every_fault(Shares::Rows);
+}
+
+fn every_fault(shares: Shares) {
     let folder = folder();
-    let pack = all_hot(folder.path());
+    let pack = hot(folder.path(), shares);
+    let plan = Plan::from_json(Pack::open(&pack, Default::default()).unwrap().plan()).unwrap();
+    assert!(plan.layers.iter().all(|layer| layer.is_by_rows() == (shares == Shares::Rows)));
     let lenient = runtime(&pack, DeviceChoice::Sim, 1);
     let options = Options { device: DeviceChoice::Sim, strict: true, threads: Some(1), ..Options::default() };
     let strict = Runtime::open(&pack, options).unwrap();
@@ -193,7 +209,7 @@ fn every_fault_at_every_operation_of_a_run_changes_no_bit_and_leaves_nothing_map
 #[test]
 fn a_domain_that_stays_busy_and_a_wrong_tile_order_harm_nothing_either() {
     let folder = folder();
-    let lenient = runtime(&all_hot(folder.path()), DeviceChoice::Sim, 1);
+    let lenient = runtime(&hot(folder.path(), Shares::Experts), DeviceChoice::Sim, 1);
     let from_source = bits(&mut Session::new(&lenient, lenient.reference().unwrap(), 16, 16)).unwrap();
     let (run, driver) = run_with(&lenient, Some(Fault::WrongTileOrder));
     assert!(!run.is_trusted && run.bits.unwrap() == from_source && driver.mapped() == (0, 0));

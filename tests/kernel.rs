@@ -534,12 +534,30 @@ fn calls_in_any_order_and_in_halves_are_the_same_calls() {
         executor.expert_calls(LAYER, view, &calls, &mut out).unwrap();
         assert!(bits(&out) == bits(&expected_out.concat()), "{n_threads} threads");
         let mut hidden = vec![f32::NAN; calls.len() * N_FF];
-        executor.gate_up_calls(LAYER, view, &calls, &mut hidden).unwrap();
+        executor.gate_up_calls(LAYER, view, &calls, 0..N_FF, &mut hidden).unwrap();
         assert!(bits(&hidden) == bits(&expected_hidden.concat()), "{n_threads} threads");
+        // Any outputs alone are those of the whole.
+        for cols in [0..1, 32..N_FF, 17..40, N_FF - 1..N_FF] {
+            let mut some = vec![f32::NAN; calls.len() * cols.len()];
+            executor.gate_up_calls(LAYER, view, &calls, cols.clone(), &mut some).unwrap();
+            let expected: Vec<f32> =
+                hidden.chunks(N_FF).flat_map(|row| &row[cols.clone()]).copied().collect();
+            assert!(bits(&some) == bits(&expected), "{n_threads} threads, outputs {cols:?} of gate and up");
+        }
         out.fill(f32::NAN);
         let hidden = MatrixView::new(&hidden, calls.len(), N_FF).unwrap();
-        executor.down_calls(LAYER, hidden, &calls, &mut out).unwrap();
+        executor.down_calls(LAYER, hidden, &calls, 0..N_EMBD, &mut out).unwrap();
         assert!(bits(&out) == bits(&expected_out.concat()), "{n_threads} threads");
+        for cols in [0..1, 32..N_EMBD, 17..40, N_EMBD - 1..N_EMBD] {
+            let mut some = vec![f32::NAN; calls.len() * cols.len()];
+            executor.down_calls(LAYER, hidden, &calls, cols.clone(), &mut some).unwrap();
+            let expected: Vec<f32> = out.chunks(N_EMBD).flat_map(|row| &row[cols.clone()]).copied().collect();
+            assert!(bits(&some) == bits(&expected), "{n_threads} threads, outputs {cols:?} of down");
+        }
+        for cols in [0..0, 0..N_EMBD + 1] {
+            let error = executor.down_calls(LAYER, hidden, &calls, cols, &mut []).unwrap_err();
+            assert!(matches!(error, ExecutorError::Shape { .. }), "{error}");
+        }
     }
 }
 

@@ -553,6 +553,11 @@ fn case_i2_values_that_cannot_be_are_refused_by_name() {
         },
         Case { edit: |i| i.placements[0].matrix = i.placements[2].matrix, says: "given twice" },
         Case { edit: |i| i.placements[0].matrix = expert(2, Projection::Up), says: "1 layers of 2 experts" },
+        // As up of the expert whose gate is in two slices, a down projection has four outputs too many.
+        Case {
+            edit: |i| i.placements[2].matrix = expert(0, Projection::Up),
+            says: "outputs with a copy is 36",
+        },
         Case { edit: |i| i.manifest.dims.n_layer = 0, says: "0 layers of 2 experts" },
         Case { edit: |i| i.placements[1].matrix = MatrixName::Dense { tensor: 9 }, says: "tensor is 9" },
         Case { edit: |i| i.placements[1].matrix = MatrixName::Dense { tensor: 2 }, says: "tensor is 2" },

@@ -6,8 +6,8 @@ use orkpack::device::{Device, DeviceMatrix, Job, Npu, PlacedPart, Sim};
 use orkpack::model::{ModelShape, MoeLayerShape};
 use orkpack::plan::cost::{Bound, Load, Phase, Rates};
 use orkpack::plan::{
-    Advice, Basis, Footprint, Holds, Note, Objective, Plan, PlanError, PlanRequest, Regime, Routing, Skew,
-    choose, prefix_hits,
+    Advice, Basis, Footprint, Holds, Note, Objective, Plan, PlanError, PlanRequest, Regime, Routing, Shares,
+    Skew, choose, prefix_hits,
 };
 use orkpack::profile::DeviceProfile;
 use orkpack::tensor::{Dtype, MatrixView, Projection};
@@ -336,10 +336,14 @@ fn decode_uses_the_npu_where_bandwidth_is_left() {
     }
     let statistics = statistics(&shape, 2048, 2.2, 1);
     let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
-    request.objective = Objective::Decode;
+    (request.objective, request.shares) = (Objective::Decode, Shares::Experts);
     let plan = choose(&request).unwrap();
     assert_eq!(plan.verdict.decode, Advice::Npu);
     assert!(plan.forecasts[0].gain.value > 1.1, "{:?}", plan.forecasts[0].gain);
+    // Rows of every expert balance the two sides in each call, not in most.
+    let either = choose(&PlanRequest { shares: Shares::Auto, ..request.clone() }).unwrap();
+    assert!(either.layers.iter().any(|layer| layer.is_by_rows()));
+    assert!(either.forecasts[0].gain.value > plan.forecasts[0].gain.value);
     // A balance, not a fill: more would make each token slower.
     assert!(plan.footprint.weight_bytes < plan.budget_bytes);
     assert!(plan.forecasts[0].planned.value > plan.forecasts[0].all_resident.value);
@@ -364,9 +368,11 @@ fn assert_sound(plan: &Plan, shape: &ModelShape, profile: &DeviceProfile) {
             placed.push((part.matrix, part.part));
             let moe = shape.moe_layers.iter().find(|moe| moe.layer == part.matrix.layer).unwrap();
             let matrix = moe.experts[part.matrix.expert.index()][part.matrix.projection as usize];
-            let parts = tile::cut(matrix.n_in as u64, matrix.n_out as u64, profile).unwrap();
-            assert_eq!(parts[part.part as usize], part.tiles);
             let layer = plan.layers.iter().find(|l| l.layer == part.matrix.layer.0).unwrap();
+            let n_rows = layer.matrices[part.matrix.projection as usize].n_rows();
+            assert!(n_rows == matrix.n_out as u64 || layer.is_by_rows());
+            let parts = tile::cut(matrix.n_in as u64, n_rows, profile).unwrap();
+            assert_eq!(parts[part.part as usize], part.tiles);
             assert_eq!(layer.domain, chunk.domain);
         }
         assert_eq!(chunk.bytes, end.next_multiple_of(page));
@@ -1068,13 +1074,14 @@ fn plans_and_profiles_conform_to_their_schemas() {
     let shape = shape(2, 64, 2, 512, 1408, Dtype::Q8_0);
     let profile = rk3588();
     let thin = statistics(&shape, 60, 4.0, 3);
-    for (routing, objective) in [
-        (Routing::Measured(&thin), Objective::Hits),
-        (Routing::Measured(&thin), Objective::Auto),
-        (Routing::Assumed(Skew::RANGE), Objective::Decode),
+    for (routing, objective, shares) in [
+        (Routing::Measured(&thin), Objective::Hits, Shares::Auto),
+        (Routing::Measured(&thin), Objective::Hits, Shares::Rows),
+        (Routing::Measured(&thin), Objective::Auto, Shares::Auto),
+        (Routing::Assumed(Skew::RANGE), Objective::Decode, Shares::Auto),
     ] {
         let mut request = PlanRequest::new(&shape, routing, &profile);
-        (request.objective, request.ram) = (objective, Some(Bytes(1)));
+        (request.objective, request.shares, request.ram) = (objective, shares, Some(Bytes(1)));
         let plan = choose(&request).unwrap();
         let json = serde_json::from_slice(&plan.to_json().unwrap()).unwrap();
         schema::check(&plan_schema, &json).unwrap();

@@ -1,7 +1,9 @@
 //! What shows a plan from another side: single experts explained, other budgets, the page.
 
 use orkpack::model::ModelShape;
-use orkpack::plan::{Explanation, Objective, PlanError, PlanRequest, Planner, Reason, Routing, Skew, choose};
+use orkpack::plan::{
+    Explanation, Objective, PlanError, PlanRequest, Planner, Reason, Routing, Shares, Skew, choose,
+};
 use orkpack::profile::DeviceProfile;
 use orkpack::report::{self, PlanDocument};
 use orkpack::tensor::Dtype;
@@ -321,15 +323,21 @@ fn the_page_is_whole_well_formed_and_asks_for_nothing() {
     let profile = rk3588();
     let (large, small) = (lfm(), shape(2, 8, 2, 512, 512, Dtype::Q8_0));
     let hostile = "</title><script>alert(1)</script> & \"o'k\" \u{202e}\u{7}\u{ffff}";
-    for (shape, measured, budget) in
-        [(&large, true, 1200), (&large, false, 300), (&small, true, 0), (&small, true, 2)]
-    {
+    let auto = (Objective::Auto, Shares::Auto);
+    for (shape, measured, budget, (objective, shares)) in [
+        (&large, true, 1200, auto),
+        (&large, false, 300, auto),
+        (&small, true, 0, auto),
+        (&small, true, 2, auto),
+        (&small, true, 2, (Objective::Hits, Shares::Rows)),
+    ] {
         let statistics = statistics(shape, 700, 3.0, 2);
         let routing = if measured { Routing::Measured(&statistics) } else { Routing::Assumed(Skew::RANGE) };
         let mut odd = shape.clone();
         odd.architecture = "<b onclick=\"x\">".to_owned();
         let mut request = PlanRequest::new(&odd, routing, &profile);
         request.budget = Some(Bytes(budget * MIB));
+        (request.objective, request.shares) = (objective, shares);
         let (page, plan) = page_of(&request, hostile);
         let names = well_formed(&page);
         let n = |name: &str| names.iter().filter(|found| *found == name).count();
@@ -337,6 +345,11 @@ fn the_page_is_whole_well_formed_and_asks_for_nothing() {
         for outside in ["src=", "href=", "url(", "@import", "\u{202e}", "\u{7}", "\u{ffff}"] {
             assert!(!page.contains(outside), "{outside:?}");
         }
+        // Whole experts are outlined, rows of all experts dashed.
+        let dashed = plan.layers.iter().any(|layer| layer.is_by_rows());
+        assert_eq!(dashed, shares == Shares::Rows);
+        assert_eq!(page.contains("class=\"part\""), dashed);
+        assert_eq!(page.contains("dashed: the first rows of every expert"), dashed);
         // The only addresses name the languages of the document.
         assert_eq!(page.matches("://").count(), page.matches("xmlns=\"http://www.w3.org/").count());
         assert!(
@@ -349,7 +362,8 @@ fn the_page_is_whole_well_formed_and_asks_for_nothing() {
         let cells: u32 = plan.layers.iter().map(|layer| layer.n_expert).sum();
         let resident: u32 = plan.layers.iter().map(|layer| layer.resident).sum();
         assert_eq!(page.matches("<rect class=\"call\"").count(), cells as usize);
-        assert_eq!(page.matches("<rect class=\"hot\"").count(), resident as usize);
+        let outline = if dashed { "<rect class=\"part\"" } else { "<rect class=\"hot\"" };
+        assert_eq!(page.matches(outline).count(), resident as usize);
         assert_eq!(page.matches("text set aside").count() > 0 && !page.contains("no text was"), measured);
     }
 }
@@ -360,10 +374,17 @@ fn the_times_of_the_layers_are_the_predicted_speed() {
     let (shape, profile) = (lfm(), rk3588());
     let statistics = statistics(&shape, 700, 3.0, 2);
     let mut request = PlanRequest::new(&shape, Routing::Measured(&statistics), &profile);
-    for objective in [Objective::Auto, Objective::Hits] {
-        request.objective = objective;
+    for (objective, shares) in
+        [(Objective::Auto, Shares::Auto), (Objective::Hits, Shares::Auto), (Objective::Hits, Shares::Rows)]
+    {
+        (request.objective, request.shares) = (objective, shares);
         let planner = Planner::new(&request).unwrap();
         let plan = planner.plan().unwrap();
+        assert_eq!(plan.layers.iter().any(|layer| layer.is_by_rows()), shares == Shares::Rows);
+        for forecast in &plan.forecasts {
+            let again = planner.forecast_at(&plan, forecast.tokens);
+            assert_eq!(again.planned, forecast.planned);
+        }
         let times = planner.layer_times(&plan);
         let rates = Rates::of(&profile, Bound::Likely);
         for (regime, forecast) in plan.forecasts.iter().enumerate() {
@@ -373,7 +394,9 @@ fn the_times_of_the_layers_are_the_predicted_speed() {
             // Both are kept to nine digits.
             assert!((speed / forecast.planned.value - 1.0).abs() < 1e-6, "{speed} {:?}", forecast.planned);
         }
-        assert!(times.iter().all(|time| time.prefill.both > 0.0));
+        // Of layers with all rows, or none, one side alone has the time.
+        let shared = times.iter().filter(|time| time.prefill.both > 0.0).count();
+        assert!(shared == times.len() || (shares == Shares::Rows && shared > 0), "{shared} layers");
         assert_eq!(times[0].decode.npu > 0.0, objective == Objective::Hits);
     }
 }

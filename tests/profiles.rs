@@ -5,7 +5,7 @@ use std::path::Path;
 use assert_cmd::Command;
 use orkpack::pack::Pack;
 use orkpack::plan::cost::{Bound, Rates};
-use orkpack::plan::{Advice, Objective, PlanRequest, Regime, Routing, Skew, choose};
+use orkpack::plan::{Advice, Objective, PlanRequest, Regime, Routing, Shares, Skew, choose};
 use orkpack::profile::{Confidence, DeviceProfile, Warning};
 use orkpack::tile::{Scratch, SubMatrix};
 use orkpack::units::Bytes;
@@ -93,6 +93,7 @@ fn rk3576_gives_a_sound_plan_with_wider_ranges() {
     let plan = |profile| {
         let mut request = PlanRequest::new(&shape, Routing::Measured(&counts), profile);
         (request.objective, request.budget) = (Objective::Auto, Some(Bytes(1 << 30)));
+        request.shares = Shares::Experts;
         choose(&request).unwrap()
     };
     let (ours, theirs) = (plan(&slow), plan(&fast));
@@ -104,7 +105,7 @@ fn rk3576_gives_a_sound_plan_with_wider_ranges() {
         let width = |range: orkpack::plan::Range| range.high / range.low;
         assert!(width(ours.cpu_only) > width(theirs.cpu_only), "{ours:?}");
     }
-    // One side nearly fills its memory: a token has nothing to gain, a prompt has.
+    // One side nearly fills its memory: a token has nothing to gain from whole experts, a prompt has.
     assert_eq!((ours.verdict.decode, ours.verdict.prefill), (Advice::CpuOnly, Advice::Npu));
     assert_eq!(Rates::of(&slow, Bound::Likely).cpu_bytes, 10e9);
 }

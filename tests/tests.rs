@@ -46,6 +46,7 @@ mod reference;
 mod regression;
 mod routing;
 mod row_shares;
+mod rows;
 mod run;
 mod sentencepiece;
 mod shapes;

@@ -101,6 +101,18 @@ pub enum ObjectiveArg {
     Hits,
 }
 
+/// What of a layer may be shared between the NPU and the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum SharesArg {
+    /// Whichever is worth more, layer by layer
+    #[default]
+    Auto,
+    /// Its experts: some are on the NPU, with all their rows
+    Experts,
+    /// The rows of every expert: the first ones are on the NPU. For study and tests
+    Rows,
+}
+
 /// What decides the hot set, shared by `plan` and `convert`.
 #[derive(Clone, Debug, Args)]
 pub struct Choice {
@@ -123,11 +135,14 @@ pub struct Choice {
     #[arg(long, value_name = "FILE")]
     pub imatrix: Option<PathBuf>,
     /// Use a plan written by `orkpack plan -o`
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["budget", "objective", "force_hot", "routing", "imatrix", "prompts"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["budget", "objective", "shares", "force_hot", "routing", "imatrix", "prompts"])]
     pub plan: Option<PathBuf>,
     /// What to plan for; default: each regime keeps what pays in it
     #[arg(long, value_enum, value_name = "WHAT")]
     pub objective: Option<ObjectiveArg>,
+    /// What of a layer the NPU and the CPU share
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t)]
+    pub shares: SharesArg,
     /// Memory of the board, like 8GiB; default: what the profile says
     #[arg(long, value_name = "SIZE")]
     pub ram: Option<Bytes>,

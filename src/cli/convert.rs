@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use super::args::{Choice as ChoiceArgs, ConvertArgs, ObjectiveArg};
+use super::args::{Choice as ChoiceArgs, ConvertArgs, ObjectiveArg, SharesArg};
 use super::output::{Output, say};
 use super::{Done, n_threads, profile, terminal};
 use crate::convert::{Choice, Request, StatisticsFrom, prepare};
 use crate::error::{AtFile, Error};
 use crate::pack::Existing;
-use crate::plan::Objective;
+use crate::plan::{Objective, Shares};
 use crate::report::{self, ConvertDocument};
 use crate::source;
 
@@ -84,6 +84,11 @@ pub fn choice(words: &ChoiceArgs) -> Result<Choice, Error> {
             Some(ObjectiveArg::Decode) => Objective::Decode,
             Some(ObjectiveArg::Prefill) => Objective::Prefill,
             Some(ObjectiveArg::Hits) => Objective::Hits,
+        },
+        shares: match words.shares {
+            SharesArg::Auto => Shares::Auto,
+            SharesArg::Experts => Shares::Experts,
+            SharesArg::Rows => Shares::Rows,
         },
         force_hot: words.force_hot.clone(),
         statistics,

@@ -19,7 +19,7 @@ use crate::model::evaluate::{Comparison, argmax};
 use crate::model::{ModelShape, Outline};
 use crate::pack::verify::{Mode, verify};
 use crate::pack::{Existing, Pack};
-use crate::plan::{Objective, Routing};
+use crate::plan::{Objective, Routing, Shares};
 use crate::profile::DeviceProfile;
 use crate::report::{self, ConvertDocument, PerplexityPart, RunDocument, VerifyDocument};
 use crate::runtime::{DeviceChoice, Options, Runtime, Session};
@@ -204,6 +204,7 @@ fn choice(objective: Objective, budget: Option<Bytes>) -> Result<Choice, Error> 
         budget,
         domains: 1,
         objective,
+        shares: Shares::Auto,
         force_hot: Vec::new(),
         statistics: StatisticsFrom::Found,
         ram: None,

@@ -21,7 +21,8 @@ pub(super) fn matrices(plan: &Plan, weights: &WeightTable) -> Vec<MatrixContents
             let id = placed.matrix;
             if placed.part == 0 {
                 let weight = weights.bank(id.layer).and_then(|bank| bank.weight(id.expert, id.projection));
-                let (n_in, n_out) = weight.map_or((0, 0), |weight| (weight.n_in as u32, weight.n_out as u32));
+                let n_in = weight.map_or(0, |weight| weight.n_in as u32);
+                let n_out = plan.n_rows(id).unwrap_or(0) as u32;
                 matrices.push(MatrixContents { matrix: id.into(), n_in, n_out, parts: Vec::new() });
             }
             if let Some(matrix) = matrices.iter_mut().rev().find(|matrix| matrix.matrix == id.into()) {
@@ -38,7 +39,7 @@ pub(super) fn cuts(plan: &Plan, n_layer: u32) -> Vec<Cut> {
         let mut experts = vec![0; n_layer as usize];
         for (layer, &items) in plan.layers.iter().zip(&cut.layers) {
             let hot = layer.ranking.iter().take(items as usize);
-            let matrices = hot.map(|item| item.holds.projections().len() as u32).sum();
+            let matrices = hot.map(|item| layer.projections(item.holds).len() as u32).sum();
             if let Some(count) = experts.get_mut(layer.layer as usize) {
                 *count = matrices;
             }

@@ -91,12 +91,16 @@ impl Prepared {
         let bank = self.weights.bank(id.layer).and_then(|bank| bank.weight(id.expert, id.projection));
         let weight =
             bank.ok_or_else(|| Error::usage(format!("the plan names {id}, which the model does not have")))?;
-        let bytes = self.source.bytes(weight.place).at(&self.request.model)?;
-        let mut rows = vec![0.0; weight.n_in * weight.n_out];
+        // Of a matrix whose rows are shared, the first ones.
+        let n_rows = self.plan.n_rows(id).map_or(0, |rows| rows as usize).min(weight.n_out);
+        let no_rows = || Error::usage(format!("{id} has no weights"));
+        let len = weight.dtype.row_bytes(weight.n_in as u64).and_then(|row| row.checked_mul(n_rows as u64));
+        let place = len.and_then(|len| weight.place.part(0, len)).ok_or_else(no_rows)?;
+        let bytes = self.source.bytes(place).at(&self.request.model)?;
+        let mut rows = vec![0.0; weight.n_in * n_rows];
         blocks::dequantize(weight.dtype, bytes, &mut rows).at(&self.request.model)?;
         let n_clamped = if self.request.allow_nonfinite { quantize::clamp(&mut rows) } else { 0 };
-        let view = MatrixView::new(&rows, weight.n_out, weight.n_in)
-            .ok_or_else(|| Error::usage(format!("{id} has no weights")))?;
+        let view = MatrixView::new(&rows, n_rows, weight.n_in).ok_or_else(no_rows)?;
         let matrix = quantize::per_channel(view).map_err(|error: QuantizeError| {
             Error::from(Failure::Quantize { matrix: id.to_string(), error }).or_at(&self.request.model)
         })?;

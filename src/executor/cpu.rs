@@ -8,6 +8,7 @@
 
 mod batch;
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Executor, ExecutorError, Product, Routing, Weight, WeightId, WeightTable};
@@ -163,7 +164,7 @@ impl CpuExecutor {
         let failure = Failure::default();
         core.pool.run(pieces.len(), &|i| {
             let (form, view, rows, patch) = &pieces[i];
-            failure.note(i, core.fill_patch(*view, &acts[*form as usize], rows, &mut lock(patch)));
+            failure.note(i, core.fill_patch(*view, &acts[*form as usize], rows, 0, &mut lock(patch)));
         });
         failure.result()
     }
@@ -322,15 +323,16 @@ impl Core {
         bytes / (8 * self.pool.n_threads())
     }
 
-    /// The outputs of `patch`, which are the outputs of `weight` in its columns, for the rows `rows`.
+    /// The outputs of `patch`, whose first column is output `first` of `weight`, for the rows `rows`.
     fn fill_patch(
         &self,
         weight: WeightView<'_>,
         acts: &Activations,
         rows: &[u32],
+        first: usize,
         patch: &mut Patch<'_>,
     ) -> Result<(), BlockError> {
-        let cols = patch.cols();
+        let cols = shifted(patch.cols(), first);
         if let [_] = rows {
             return self.kernel.multiply(weight, cols, acts, rows, patch.row(0));
         }
@@ -391,6 +393,11 @@ impl Loops for AddScaled<'_> {
             *out += self.weight * y;
         }
     }
+}
+
+/// The outputs that are these columns of a matrix whose first column is output `first`.
+fn shifted(cols: Range<usize>, first: usize) -> Range<usize> {
+    cols.start + first..cols.end + first
 }
 
 /// Outputs per piece: about `share` bytes of weights, whole cache lines of results.

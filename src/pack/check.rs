@@ -15,7 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::layout::{MAX_K, MAX_N, PAGE, TILE, gaps, is_file_name};
 use super::manifest::{
-    Chunk, Index, Kind, LayoutId, MatrixName, Part, Placement, Section, SourceTensor, SubMatrix,
+    Chunk, Index, Kind, LayoutId, MatrixName, Part, Placement, ProjectionCode, Section, SourceTensor,
+    SubMatrix,
 };
 use super::{PackError, entry, wide};
 use crate::bytes::align_up;
@@ -359,14 +360,24 @@ fn names(index: &Index) -> Result<(), PackError> {
         return Err(PackError::value(twice.label(), "name", "used twice", "once"));
     }
     let mut matrices = BTreeSet::new();
+    // What becomes of gate and up needs the same outputs of both.
+    let mut pairs: BTreeMap<(u32, u32), u32> = BTreeMap::new();
     for placement in &index.placements {
         let item = placement.matrix.to_string();
         if !matrices.insert(placement.matrix) {
             return Err(PackError::value(item, "placement", "given twice", "once"));
         }
         match placement.matrix {
-            MatrixName::Expert { layer, expert, .. } => {
+            MatrixName::Expert { layer, expert, projection } => {
                 let dims = index.manifest.dims;
+                let n_out = match projection {
+                    ProjectionCode::Down => placement.n_out,
+                    _ => *pairs.entry((layer, expert)).or_insert(placement.n_out),
+                };
+                if placement.n_out != n_out {
+                    let expected = format!("{n_out}, as many as of the other of gate and up");
+                    return Err(PackError::value(item, "outputs with a copy", placement.n_out, expected));
+                }
                 if layer >= dims.n_layer || expert >= dims.n_expert {
                     let expected = format!("{} layers of {} experts", dims.n_layer, dims.n_expert);
                     return Err(PackError::value(item, "name", "outside the model", expected));

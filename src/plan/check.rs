@@ -76,7 +76,7 @@ impl Plan {
     fn check_parts(&self, profile: &DeviceProfile) -> Result<(), PlanError> {
         for plan in &self.layers {
             for (matrix, projection) in plan.matrices.iter().zip(Projection::ALL) {
-                let parts = tile::cut(matrix.n_in, matrix.n_out, profile).unwrap_or_default();
+                let parts = tile::cut(matrix.n_in, matrix.n_rows(), profile).unwrap_or_default();
                 if parts.len() != matrix.programs as usize {
                     return refuse(format!("layer {}: {} programs", plan.layer, matrix.programs));
                 }
@@ -162,6 +162,7 @@ impl Plan {
         let Some(resident) = resident else {
             return refuse(format!("layer {layer}: {} of {} experts resident", plan.resident, plan.n_expert));
         };
+        check_rows(plan)?;
         // Whole experts come first, then the same part of each: a cut then splits both phases alike.
         let follows = |pair: &[Item]| pair[0].holds == Holds::Whole || pair[0].holds == pair[1].holds;
         if !resident.windows(2).all(follows) {
@@ -189,6 +190,12 @@ impl Plan {
                         plan.layer, plan.resident
                     ));
                 }
+                if plan.is_by_rows() && n != 0 && n != plan.n_expert {
+                    return refuse(format!(
+                        "layer {}: rows are hot in {n} of {} experts, expected all or none",
+                        plan.layer, plan.n_expert
+                    ));
+                }
             }
         }
         Ok(())
@@ -201,7 +208,7 @@ impl Plan {
         let mut n_parts = 0u64;
         for plan in &self.layers {
             for item in plan.ranking.iter().take(plan.resident as usize) {
-                for &projection in item.holds.projections() {
+                for &projection in plan.projections(item.holds) {
                     let programs = plan.matrices.get(projection as usize).map_or(0, |m| m.programs);
                     n_parts += u64::from(programs);
                     if programs == 0 || n_parts > placed {
@@ -258,6 +265,42 @@ impl Plan {
             Some(bytes) => refuse(format!("{bytes} bytes in a domain, the budget is {}", self.budget_bytes)),
             None => Ok(()),
         }
+    }
+}
+
+/// A layer is shared by experts or by rows; then the same rows of every expert are resident, and no expert is named.
+fn check_rows(plan: &LayerPlan) -> Result<(), PlanError> {
+    let layer = plan.layer;
+    let by_rows = plan.ranking.iter().filter(|item| item.holds == Holds::Rows).count();
+    let rows: Vec<Option<u64>> = plan.matrices.iter().map(|matrix| matrix.rows).collect();
+    let [gate, up, down] = rows[..] else { return refuse(format!("layer {layer}: not three matrices")) };
+    if by_rows == 0 && (gate, up, down) == (None, None, None) {
+        return Ok(());
+    }
+    let (Some(gate), Some(up), Some(down)) = (gate, up, down) else {
+        return refuse(format!("layer {layer}: rows of some projections are given, of others not"));
+    };
+    if by_rows != plan.ranking.len() || plan.resident != plan.n_expert {
+        return refuse(format!(
+            "layer {layer}: rows of {by_rows} experts, {} of {} resident, expected all",
+            plan.resident, plan.n_expert
+        ));
+    }
+    if gate != up || gate == 0 && down == 0 {
+        return refuse(format!("layer {layer}: {gate} rows of gate, {up} of up, {down} of down"));
+    }
+    for matrix in &plan.matrices {
+        let (rows, n_out, programs) = (matrix.n_rows(), matrix.n_out, matrix.programs);
+        if rows > n_out || (rows == 0) != (programs == 0) {
+            return refuse(format!(
+                "layer {layer}: {rows} of {n_out} rows of {} in {programs} programs",
+                matrix.projection
+            ));
+        }
+    }
+    match plan.ranking.iter().find(|item| item.forced) {
+        Some(item) => refuse(format!("layer {layer}: expert {} is forced, and rows are shared", item.expert)),
+        None => Ok(()),
     }
 }
 

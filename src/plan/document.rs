@@ -29,6 +29,18 @@ pub enum Objective {
     Hits,
 }
 
+/// What of a layer may be shared between the NPU and the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shares {
+    /// Whichever is worth more, layer by layer.
+    #[default]
+    Auto,
+    /// Its experts: some are on the NPU, with all their rows.
+    Experts,
+    /// The rows of every expert: the first are on the NPU. For study, tests and demonstrations.
+    Rows,
+}
+
 /// Whether a run decodes or reads a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -85,6 +97,9 @@ pub enum Holds {
     /// Down; gate and up stay on the CPU.
     #[serde(rename = "down")]
     Down,
+    /// The first rows of some of its matrices, as many as of every other expert of the layer: [`MatrixPlan::rows`].
+    #[serde(rename = "rows")]
+    Rows,
 }
 
 /// One line of a layer's ranking.
@@ -117,10 +132,21 @@ pub struct MatrixPlan {
     pub n_in: u64,
     /// Outputs.
     pub n_out: u64,
+    /// In a layer whose rows are shared: how many of them, from the first, are resident in every expert; 0 where the whole
+    /// projection stays on the CPU. Left out where experts are resident with all their rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<u64>,
     /// Programs per expert; 0 where none can hold it and it stays on the CPU.
     pub programs: u32,
-    /// Bytes of its tiles, padding included; `n_in` × `n_out` of them are weights.
+    /// Bytes of its tiles, padding included; `n_in` × [`MatrixPlan::n_rows`] of them are weights.
     pub tile_bytes: u64,
+}
+
+impl MatrixPlan {
+    /// Outputs that a resident copy has.
+    pub fn n_rows(&self) -> u64 {
+        self.rows.unwrap_or(self.n_out)
+    }
 }
 
 /// One layer with experts.
@@ -428,20 +454,27 @@ pub struct Plan {
     pub chunks: Vec<Chunk>,
 }
 
-impl Holds {
-    /// The projections, in order of use.
-    pub fn projections(self) -> &'static [Projection] {
-        match self {
+impl LayerPlan {
+    /// The projections of an item of which anything is, or would be, resident, in order of use.
+    pub fn projections(&self, holds: Holds) -> &'static [Projection] {
+        let has_rows =
+            |p: Projection| self.matrices.get(p as usize).is_some_and(|matrix| matrix.rows != Some(0));
+        match holds {
             Holds::Whole => &Projection::ALL,
             Holds::GateUp => &[Projection::Gate, Projection::Up],
             Holds::Down => &[Projection::Down],
+            Holds::Rows => match (has_rows(Projection::Gate), has_rows(Projection::Down)) {
+                (true, true) => &Projection::ALL,
+                (true, false) => &[Projection::Gate, Projection::Up],
+                (false, true) => &[Projection::Down],
+                (false, false) => &[],
+            },
         }
     }
 
-    /// How many items of these hold gate and up, and how many down.
-    pub(super) fn count(items: &[Item]) -> (usize, usize) {
-        let of = |other: Holds| items.iter().filter(|item| item.holds != other).count();
-        (of(Holds::Down), of(Holds::GateUp))
+    /// Whether it is shared by rows, not by experts.
+    pub fn is_by_rows(&self) -> bool {
+        self.matrices.iter().any(|matrix| matrix.rows.is_some())
     }
 }
 
@@ -495,6 +528,12 @@ impl Plan {
     /// The matrices that have copies, in the order of the chunks, each once.
     pub fn matrices(&self) -> impl Iterator<Item = MatrixId> {
         self.chunks.iter().flat_map(|chunk| &chunk.parts).filter(|placed| placed.part == 0).map(|p| p.matrix)
+    }
+
+    /// Outputs of a matrix that have a copy where it is resident: all, or the first rows; `None` where it is not the plan's.
+    pub fn n_rows(&self, matrix: MatrixId) -> Option<u64> {
+        let layer = self.layers.iter().find(|plan| plan.layer == matrix.layer.0)?;
+        Some(layer.matrices.get(matrix.projection as usize)?.n_rows())
     }
 
     /// Whether nothing is resident.

@@ -196,7 +196,8 @@ impl Planner<'_> {
         let [now, most] = [plan.budget_bytes, plan.window_bytes].map(|budget| budget.min(all) / grain);
         let mut is_in = |wanted: &Wanted, budget: u64| {
             let selected = selectors.select(budget * grain);
-            selected.is_ok_and(|selected| wanted.at < selected.states[wanted.layer].n_items())
+            let n_expert = plan.layers[wanted.layer].ranking.len();
+            selected.is_ok_and(|selected| wanted.at < selected.states[wanted.layer].n_items(n_expert))
         };
         for (wanted, flip) in wanted.iter().zip(&mut flips) {
             let ranked = &plan.layers[wanted.layer];

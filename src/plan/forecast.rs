@@ -12,11 +12,12 @@ use super::document::{
 use super::layer::{Curves, LayerModel};
 use super::paging::Paging;
 use super::routing::{Routing, SkewEnd};
-use super::select::State;
+use super::state::{Split, State};
 use super::{PROMPT_TOKENS, PlanRequest};
 use crate::calibrate::{Block, Statistics};
 use crate::model::ModelShape;
 use crate::profile::DeviceProfile;
+use crate::tensor::Projection;
 
 /// One of the three cases that a range is made of.
 pub(super) struct Case {
@@ -34,9 +35,15 @@ pub(super) struct Case {
 /// What of each layer is hot, and in which domain it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hot {
-    pub gate_up: usize,
-    pub down: usize,
+    pub state: State,
     pub domain: u32,
+}
+
+impl Hot {
+    /// Nothing, in the same domain.
+    pub fn cold(self) -> Hot {
+        Hot { state: State::default(), ..self }
+    }
 }
 
 impl Case {
@@ -77,9 +84,8 @@ impl Case {
 
 /// Seconds of a batch. Where several domains are used, each is switched to once.
 pub(super) fn seconds(shape: &ModelShape, rates: &Rates, tokens: u32, curves: &[Curves], hot: &[Hot]) -> f64 {
-    let layers: f64 = curves.iter().zip(hot).map(|(curves, hot)| curves.at(hot.gate_up, hot.down)).sum();
-    let mut used: Vec<u32> =
-        hot.iter().filter(|hot| hot.gate_up + hot.down > 0).map(|hot| hot.domain).collect();
+    let layers: f64 = curves.iter().zip(hot).map(|(curves, hot)| curves.of(hot.state)).sum();
+    let mut used: Vec<u32> = hot.iter().filter(|hot| !hot.state.is_cold()).map(|hot| hot.domain).collect();
     used.dedup();
     let switches = if used.len() > 1 { used.len() as f64 } else { 0.0 };
     rates.dense_seconds(shape, tokens) + layers + switches * rates.domain_switch
@@ -97,13 +103,13 @@ pub(super) fn forecast(
     let all = |model: &LayerModel| {
         let n = |may: bool| if may { model.n_expert() } else { 0 };
         let (gate_up, down) = model.may_be_hot();
-        Hot { gate_up: n(gate_up), down: n(down), domain: 0 }
+        Hot { state: State::experts(n(gate_up), n(down)), domain: 0 }
     };
     let page = request.profile.memory.page_bytes.value;
     let bytes_of_all = |case: &Case| case.models.iter().map(|model| model.all_bytes(page)).sum();
     let speeds = |case: &Case| -> [f64; 3] {
         let curves = case.curves_of(tokens);
-        let cold = vec![Hot { gate_up: 0, down: 0, domain: 0 }; hot.len()];
+        let cold: Vec<Hot> = hot.iter().map(|hot| hot.cold()).collect();
         let all: Vec<Hot> = case.models.iter().map(all).collect();
         let speed = |hot: &[Hot], npu_bytes: u64| {
             let read = Paging::beside(memory, npu_bytes).bytes(request, case, hot, tokens);
@@ -135,44 +141,56 @@ fn range_of(values: &[f64]) -> Range {
     Range { low: tidy(low), value: tidy(value), high: tidy(high) }
 }
 
-/// Share of calls that the first experts of each layer serve.
+/// Share of calls that what is resident of each layer serves. Of a layer whose rows are shared it is that share of every
+/// call: of its multiplications, whatever the routing.
 pub(super) fn hit_rates(
     shape: &ModelShape,
     routing: &Routing<'_>,
     cases: &[Case],
     states: &[State],
 ) -> HitRates {
-    let rate = |n_hot: &dyn Fn(&State) -> f64, depth: &[fn(&State) -> usize]| {
-        let served = |values: &dyn Fn(usize, usize) -> f64| -> f64 {
-            // Mean over the projections asked for.
-            depth
-                .iter()
-                .map(|depth| {
-                    states.iter().enumerate().map(|(layer, state)| values(layer, depth(state))).sum::<f64>()
-                })
-                .sum::<f64>()
-                / depth.len() as f64
+    // Each projection of a list is one part of the mean; gate's depth is that of up too.
+    let rate = |projections: &[Projection]| {
+        let all: f64 = shape.moe_layers.iter().map(|layer| layer.n_used as f64).sum::<f64>().max(1.0);
+        // Calls per token, mean of the projections, in the layers that are shared by experts, or by rows.
+        let served = |split: Split, values: &dyn Fn(usize, Projection, usize) -> f64| -> f64 {
+            let of_layer = |(layer, state): (usize, &State)| {
+                let depth = |p: Projection| if p == Projection::Down { state.down } else { state.gate_up };
+                projections.iter().map(|&p| values(layer, p, depth(p))).sum::<f64>()
+            };
+            let layers = states.iter().enumerate().filter(|(_, state)| state.split == split);
+            layers.map(of_layer).sum::<f64>() / projections.len() as f64 / all
         };
-        let used = |layer: usize| shape.moe_layers[layer].n_used as f64;
-        let all: f64 = (0..states.len()).map(used).sum::<f64>().max(1.0);
-        let uniform = states
-            .iter()
-            .zip(&shape.moe_layers)
-            .map(|(state, layer)| n_hot(state) / layer.n_expert().max(1) as f64 * layer.n_used as f64)
-            .sum::<f64>()
-            / all;
+        let by_rows = served(Split::Rows, &|layer, p, n| {
+            let steps = cases[1].models[layer].rows.of_projection(p);
+            steps[n].share * shape.moe_layers[layer].n_used as f64
+        });
+        let even = served(Split::Experts, &|layer, _, n| {
+            let layer = &shape.moe_layers[layer];
+            n as f64 / layer.n_expert().max(1) as f64 * layer.n_used as f64
+        });
+        let uniform = by_rows + even;
+        // Rows alone serve the same share of any text.
+        let counts = by_rows == 0.0 || even > 0.0;
         let (calibration, held_out) = match *routing {
             Routing::Measured(statistics) => {
                 let of = |block: &Block, held_out: bool| {
-                    let share = served(&|layer, n| share_of(block, &cases[1].models[layer], layer, n)) / all;
-                    interval(share, statistics.effective_tokens(held_out))
+                    let share = served(Split::Experts, &|layer, _, n| {
+                        share_of(block, &cases[1].models[layer], layer, n)
+                    });
+                    match counts {
+                        true => interval(by_rows + share, statistics.effective_tokens(held_out)),
+                        false => Range { low: tidy(by_rows), value: tidy(by_rows), high: tidy(by_rows) },
+                    }
                 };
                 let held_out = statistics.held_out.as_ref().map(|block| of(block, true));
                 (of(&statistics.calibration, false), held_out)
             }
             Routing::Assumed(_) => {
-                let at =
-                    |case: &Case| served(&|layer, n| case.models[layer].inclusion[..n].iter().sum()) / all;
+                let at = |case: &Case| {
+                    let used = |layer: usize, n: usize| case.models[layer].inclusion[..n].iter().sum();
+                    by_rows + served(Split::Experts, &|layer, _, n| used(layer, n))
+                };
                 (range_of(&cases.iter().map(at).collect::<Vec<_>>()), None)
             }
         };
@@ -180,18 +198,15 @@ pub(super) fn hit_rates(
         let lift = if uniform > 0.0 { tidy(found / uniform) } else { 1.0 };
         HitRate { calibration, held_out, uniform: tidy(uniform), lift }
     };
-    let gate_up: fn(&State) -> usize = |state| state.gate_up;
-    let down: fn(&State) -> usize = |state| state.down;
-    let gate = rate(&|state| state.gate_up as f64, &[gate_up]);
     HitRates {
         basis: match routing {
             Routing::Measured(_) => Basis::Measured,
             Routing::Assumed(_) => Basis::Estimated,
         },
-        overall: rate(&|state| (2 * state.gate_up + state.down) as f64 / 3.0, &[gate_up, gate_up, down]),
-        up: gate.clone(),
-        gate,
-        down: rate(&|state| state.down as f64, &[down]),
+        overall: rate(&Projection::ALL),
+        gate: rate(&[Projection::Gate]),
+        up: rate(&[Projection::Up]),
+        down: rate(&[Projection::Down]),
     }
 }
 

@@ -1,12 +1,14 @@
-//! What a layer's experts cost: its experts best first, and the time of each number of hot ones.
+//! What a layer's experts cost: its experts best first, and the time of each number of hot ones, or of hot rows.
 //!
-//! The two phases of a layer, gate and up, then down, have a curve each: entry `j` is the phase's time when the
-//! first `j` experts' matrices of that phase are on the NPU. Nothing is chosen here.
+//! The two phases of a layer, gate and up, then down, have two curves each: entry `j` is the phase's time when the
+//! first `j` experts' matrices of that phase are on the NPU, or the first `j` steps of rows of every expert's. Nothing
+//! is chosen here.
 
 use super::cost::{Load, Phase, Rates};
 use super::hits::{inclusion, prefix_hits};
 use super::routing::LayerRouting;
-use super::select::State;
+use super::rows::{Passes, RowStep, RowSteps};
+use super::state::{Split, State};
 use crate::calibrate::{RowsPerExpert, bin_edges};
 use crate::model::MoeLayerShape;
 use crate::profile::DeviceProfile;
@@ -26,6 +28,8 @@ pub(super) struct LayerModel {
     pub n_forced: usize,
     /// The programs of gate, up and down; `None` where no program can hold the matrix.
     pub parts: [Option<Vec<SubMatrix>>; 3],
+    /// How many rows of every expert can be on the NPU instead.
+    pub rows: RowSteps,
     n_used: usize,
     shapes: [Matrix; 3],
     /// `[n_expert][3]`, in order: source bytes of gate, up and down.
@@ -33,7 +37,7 @@ pub(super) struct LayerModel {
     /// `[n_expert + 1][n_used + 1]`, in order.
     hits: Vec<Vec<f64>>,
     /// The counted rows per expert, for batches where there are any.
-    rows: Vec<BatchRows>,
+    counted: Vec<BatchRows>,
 }
 
 /// One projection of every expert of the layer.
@@ -56,24 +60,47 @@ struct BatchRows {
     ends: Vec<usize>,
 }
 
-/// Seconds of the two phases by number of hot experts.
+/// Seconds of the two phases by what is hot.
 #[derive(Clone, Debug)]
 pub(super) struct Curves {
-    /// Gate and up, `[n_expert + 1]`.
+    /// By number of hot experts, `[n_expert + 1]`.
+    pub experts: Phases,
+    /// By steps of hot rows, as many as [`LayerModel::rows`] has.
+    pub rows: Phases,
+}
+
+/// A curve of each phase.
+#[derive(Clone, Debug)]
+pub(super) struct Phases {
     pub gate_up: Vec<f64>,
-    /// Down, `[n_expert + 1]`.
     pub down: Vec<f64>,
 }
 
-impl Curves {
-    /// Seconds of the layer with so many gate and up pairs hot, and so many downs.
+impl Phases {
+    /// Seconds of the layer so far along both curves.
     pub fn at(&self, gate_up: usize, down: usize) -> f64 {
         self.gate_up[gate_up] + self.down[down]
     }
 
-    /// The same of a state.
+    /// No two points together are less.
+    fn least(&self) -> f64 {
+        let least = |curve: &[f64]| curve.iter().copied().fold(f64::INFINITY, f64::min);
+        least(&self.gate_up) + least(&self.down)
+    }
+}
+
+impl Curves {
+    /// Seconds of the layer in a state.
     pub fn of(&self, state: State) -> f64 {
-        self.at(state.gate_up, state.down)
+        match state.split {
+            Split::Experts => self.experts.at(state.gate_up, state.down),
+            Split::Rows => self.rows.at(state.gate_up, state.down),
+        }
+    }
+
+    /// No state takes less.
+    pub fn least(&self) -> f64 {
+        self.experts.least().min(self.rows.least())
     }
 }
 
@@ -96,12 +123,14 @@ impl LayerModel {
         let inclusion: Vec<f64> = order.iter().map(|&expert| p[expert as usize]).collect();
         let bytes = |expert: &u32| shape.experts[*expert as usize].map(|matrix| matrix.bytes as f64);
         let (shapes, parts) = programs(shape, profile)?;
+        let rows = RowSteps::of(shape, &parts, profile)?;
         let counted = routing.counts.iter().flat_map(|counts| &counts.rows);
         let counted = counted.filter(|rows| rows.batch > 1 && rows.batches > 0);
         Ok(LayerModel {
             source_bytes: order.iter().map(bytes).collect(),
             hits: prefix_hits(&inclusion, shape.n_used),
-            rows: counted.map(|rows| BatchRows::counted(rows, &order, &inclusion)).collect(),
+            counted: counted.map(|rows| BatchRows::counted(rows, &order, &inclusion)).collect(),
+            rows,
             log_unused: inclusion.iter().map(|used| (-used.min(1.0 - 1e-12)).ln_1p()).collect(),
             n_forced: forced.len(),
             n_used: shape.n_used,
@@ -121,6 +150,26 @@ impl LayerModel {
     pub fn all_bytes(&self, page: u64) -> u64 {
         let (gate_up, down) = self.bytes(page);
         (gate_up + down) * self.n_expert() as u64
+    }
+
+    /// Calls per token that a state serves, mean of the three projections. A share of rows serves that share of each
+    /// call.
+    pub fn served(&self, state: State) -> f64 {
+        let of = |n: usize, steps: &[RowStep]| match state.split {
+            Split::Experts => self.inclusion[..n].iter().sum::<f64>(),
+            Split::Rows => steps[n].share * self.n_used as f64,
+        };
+        (2.0 * of(state.gate_up, &self.rows.gate_up) + of(state.down, &self.rows.down)) / 3.0
+    }
+
+    /// What the CPU still reads of the expert at a place of the ranking, from 0 to 1: of gate and up, and of down. Rows lie
+    /// one after the other, so what is hot of an expert are whole pages but for one.
+    pub fn cold_shares(&self, state: State, at: usize) -> (f64, f64) {
+        let of = |n: usize, steps: &[RowStep]| match state.split {
+            Split::Experts => f64::from(u8::from(at >= n)),
+            Split::Rows => 1.0 - steps[n].share,
+        };
+        (of(state.gate_up, &self.rows.gate_up), of(state.down, &self.rows.down))
     }
 
     /// `[n_expert][3]`, best first: source bytes of gate, up and down.
@@ -149,10 +198,12 @@ impl LayerModel {
 
     /// The same of another measure of a phase than its seconds.
     pub fn decode_by(&self, rates: &Rates, measure: &dyn Fn(&Phase) -> f64) -> Curves {
-        let curve = |projections: &[Projection]| -> Vec<f64> {
+        let curves = |projections: &[Projection]| -> [Vec<f64>; 2] {
             let npu = self.npu(rates, projections, 1.0);
             let cpu: Vec<Load> = (0..self.n_expert()).map(|e| self.cpu(rates, e, projections, 1.0)).collect();
             let mut cold = weighted(&self.inclusion, &cpu);
+            let calls = [(1.0, cold.0)];
+            let by_rows = self.by_rows(rates, projections, &calls, 1.0, cold.1, measure);
             let mut curve = Vec::with_capacity(self.hits.len());
             for (j, hits) in self.hits.iter().enumerate() {
                 if j > 0 {
@@ -171,9 +222,9 @@ impl LayerModel {
                 };
                 curve.push(hits.iter().enumerate().filter(|&(_, &p)| p > 0.0).map(seconds).sum());
             }
-            curve
+            [curve, by_rows]
         };
-        Curves { gate_up: curve(&[Projection::Gate, Projection::Up]), down: curve(&[Projection::Down]) }
+        both(curves)
     }
 
     /// A batch of tokens: each expert's load is its mean over the rows it gets, and the phase that of the sums.
@@ -184,14 +235,14 @@ impl LayerModel {
     /// The same of another measure of a phase than its seconds.
     pub fn batch_by(&self, rates: &Rates, tokens: u32, measure: &dyn Fn(&Phase) -> f64) -> Curves {
         let assumed;
-        let rows = match self.rows.iter().find(|rows| rows.tokens == tokens) {
+        let rows = match self.counted.iter().find(|rows| rows.tokens == tokens) {
             Some(counted) => counted,
             None => {
                 assumed = BatchRows::binomial(tokens, &self.inclusion);
                 &assumed
             }
         };
-        let curve = |projections: &[Projection]| -> Vec<f64> {
+        let curves = |projections: &[Projection]| -> [Vec<f64>; 2] {
             let mean = |bins: &[(f64, f64)], load: &dyn Fn(f64) -> Load| {
                 bins.iter().fold(Load::default(), |sum, &(rows, p)| sum.plus(load(rows).times(p)))
             };
@@ -200,19 +251,50 @@ impl LayerModel {
                 .collect();
             let mut phase =
                 Phase { cpu: cpu.iter().copied().fold(Load::default(), Load::plus), ..Phase::default() };
+            let layer_rows = f64::from(tokens);
+            let by_rows = self.by_rows(rates, projections, &rows.bins, layer_rows, phase.cpu, measure);
             let mut curve = vec![measure(&phase)];
             for (e, &cold) in cpu.iter().enumerate() {
                 let bins = rows.of(e);
                 let rows_hot: f64 = bins.iter().map(|(rows, p)| rows * p).sum();
-                let first = if e == 0 { f64::from(tokens) } else { 0.0 };
+                let first = if e == 0 { layer_rows } else { 0.0 };
                 phase.npu = phase.npu.plus(mean(bins, &|rows| self.npu(rates, projections, rows)));
                 phase.cpu = phase.cpu.less(cold).plus(self.around(rates, projections, rows_hot, first));
                 phase.submits = 1.0;
                 curve.push(measure(&phase));
             }
-            curve
+            [curve, by_rows]
         };
-        Curves { gate_up: curve(&[Projection::Gate, Projection::Up]), down: curve(&[Projection::Down]) }
+        both(curves)
+    }
+
+    /// A phase by steps of hot rows: every call is split, so both sides have the same share of each, whatever the
+    /// routing. `calls` are numbers of rows that an expert gets and how often; `cold` is the phase's work on the CPU
+    /// alone, which is in proportion to the rows that stay there.
+    fn by_rows(
+        &self,
+        rates: &Rates,
+        projections: &[Projection],
+        calls: &[(f64, f64)],
+        layer_rows: f64,
+        cold: Load,
+        measure: &dyn Fn(&Phase) -> f64,
+    ) -> Vec<f64> {
+        let steps =
+            if projections.contains(&Projection::Down) { &self.rows.down } else { &self.rows.gate_up };
+        let n_calls: f64 = calls.iter().map(|(rows, times)| rows * times).sum();
+        let (n_in, n) = (self.shapes[projections[0] as usize].n_in, projections.len() as f64);
+        let quantized = if projections.contains(&Projection::Down) { n_calls } else { layer_rows } * n_in;
+        let npu = Passes::of(rates, steps, calls);
+        let seconds = |step: &RowStep| {
+            if step.rows == 0 {
+                return measure(&Phase { cpu: cold, ..Phase::default() });
+            }
+            let around = rates.around(quantized, n * n_calls * step.rows as f64);
+            let cpu = cold.times(1.0 - step.share).plus(around);
+            measure(&Phase { npu: npu.load(step).times(n), submits: 1.0, cpu })
+        };
+        steps.iter().map(seconds).collect()
     }
 
     /// Matrices of expert `e` (in order) on the CPU for some rows.
@@ -255,6 +337,15 @@ impl LayerModel {
         };
         rates.around(quantized, rows * scaled)
     }
+}
+
+/// The curves of both phases, each by experts and by rows.
+fn both(curves: impl Fn(&[Projection]) -> [Vec<f64>; 2]) -> Curves {
+    let [gate_up, mut gate_up_rows] = curves(&[Projection::Gate, Projection::Up]);
+    let [down, mut down_rows] = curves(&[Projection::Down]);
+    // Both begin with nothing hot: to the bit, so that neither seems to gain by that.
+    (gate_up_rows[0], down_rows[0]) = (gate_up[0], down[0]);
+    Curves { experts: Phases { gate_up, down }, rows: Phases { gate_up: gate_up_rows, down: down_rows } }
 }
 
 /// The shapes of the three projections and their programs.

@@ -76,13 +76,13 @@ pub(super) fn notes(
             layers.iter().find_map(|layer| Some((layer.layer, of(layer).filter(test)?)))
         };
         let name = projection.name().to_owned();
-        if let Some((layer, _)) = found(|matrix| matrix.programs == 0) {
+        if let Some((layer, _)) = found(|matrix| matrix.programs == 0 && matrix.rows.is_none()) {
             notes.push(Note::StaysOnCpu { layer, projection: name.clone() });
         }
-        let factor =
-            |matrix: &MatrixPlan| matrix.tile_bytes as f64 / (matrix.n_in * matrix.n_out).max(1) as f64;
+        let weights = |matrix: &MatrixPlan| (matrix.n_in * matrix.n_rows()) as f64;
+        let factor = |matrix: &MatrixPlan| matrix.tile_bytes as f64 / weights(matrix).max(1.0);
         let padded =
-            |matrix: &MatrixPlan| matrix.tile_bytes as f64 > 1.1 * (matrix.n_in * matrix.n_out) as f64;
+            |matrix: &MatrixPlan| matrix.tile_bytes as f64 > 1.1 * (matrix.n_in * matrix.n_rows()) as f64;
         if let Some((layer, matrix)) = found(padded) {
             notes.push(Note::Padded { layer, projection: name, factor: tidy(factor(&matrix)) });
         }

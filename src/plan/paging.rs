@@ -34,8 +34,8 @@ impl Paging {
         let mut used: Vec<(f64, f64)> = Vec::new();
         for (model, hot) in case.models.iter().zip(hot) {
             for (at, [gate, up, down]) in model.source_bytes().iter().enumerate() {
-                let gate_up = if at < hot.gate_up { 0.0 } else { gate + up };
-                let bytes = gate_up + if at < hot.down { 0.0 } else { *down };
+                let (cold_gate_up, cold_down) = model.cold_shares(hot.state, at);
+                let bytes = cold_gate_up * (gate + up) + cold_down * down;
                 used.push((bytes, f64::from(tokens) * model.log_unused[at]));
             }
         }

@@ -3,8 +3,8 @@
 //! A part goes into the open chunk of its domain, or opens the next one where it no longer fits. A chunk is as long
 //! as its content, so nothing is lost at its end and a plan's bytes are the sum of its parts' pages.
 
+use super::PlanError;
 use super::document::{Chunk, DomainFootprint, Footprint, Placed};
-use super::{Holds, PlanError};
 use crate::profile::DeviceProfile;
 use crate::tensor::{MatrixId, Projection};
 use crate::tile::{Scratch, SubMatrix};
@@ -14,10 +14,9 @@ use crate::units::{ExpertId, LayerId};
 pub(super) struct Resident<'a> {
     pub layer: LayerId,
     pub expert: ExpertId,
-    pub holds: Holds,
     pub domain: u32,
-    /// The programs of gate, up and down.
-    pub parts: &'a [Option<Vec<SubMatrix>>; 3],
+    /// Which projections, and the programs of each.
+    pub parts: Vec<(Projection, &'a [SubMatrix])>,
 }
 
 /// Places items, best first.
@@ -26,9 +25,8 @@ pub(super) fn place(items: &[Resident<'_>], n_domains: u32, profile: &DeviceProf
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut open: Vec<Option<usize>> = vec![None; n_domains as usize];
     for item in items {
-        for &projection in item.holds.projections() {
+        for &(projection, parts) in &item.parts {
             let matrix = MatrixId { layer: item.layer, expert: item.expert, projection };
-            let parts = item.parts[projection as usize].iter().flatten();
             for (part, &tiles) in (0u32..).zip(parts) {
                 let bytes = tiles.bytes().next_multiple_of(page);
                 let fits = |at: &usize| chunks[*at].bytes + bytes <= profile.memory.chunk_bytes.value;

@@ -1,17 +1,21 @@
 //! Which experts become resident: the best states of all layers inside a budget.
 //!
-//! A layer's state is how many of its experts, best first, have gate and up resident, and how many have down. One state is taken of each layer, the sum of their bytes is bounded, the sum of what they are worth as
-//! large as can be: a multiple-choice knapsack. It is solved exactly, in three steps. Climbing the concave hulls of
-//! all layers together, steepest first, gives a price per byte, a good choice and a bound that no choice exceeds.
-//! At that price most states lose more than the bound is above the choice: they are left out. The few that remain
-//! are combined layer by layer, budget by budget.
+//! A layer's state is how many of its experts, best first, have gate and up resident, and how many have down; or how
+//! many rows of every expert's gate and up, and of its down. One state is taken of each layer, the sum of their bytes is
+//! bounded, the sum of what they are worth as large as can be: a multiple-choice knapsack. It is solved exactly, in
+//! three steps. Climbing the concave hulls of all layers together, steepest first, gives a price per byte, a good choice
+//! and a bound that no choice exceeds. At that price most states lose more than the bound is above the choice: they are
+//! left out. The few that remain are combined layer by layer, budget by budget.
 //!
 //! What a state is worth counts only as far down as each regime would go, so that more residency is never worth
 //! less, nor is a larger budget.
 
 use rayon::prelude::*;
 
+use super::document::Shares;
 use super::layer::{Curves, LayerModel};
+use super::rows::RowStep;
+use super::state::{Split, State};
 
 /// Budgets that are told apart at most: above, bytes are counted in larger units, rounded up.
 pub(super) const MOST_UNITS: u64 = 1 << 16;
@@ -22,25 +26,6 @@ const FINE: usize = 256;
 /// Combinations that are looked at for one layer; if there are more, the least promising are left out.
 const MOST_COMBINATIONS: usize = 1 << 21;
 
-/// How many of a layer's experts, best first, are resident: gate and up, and down.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct State {
-    pub gate_up: usize,
-    pub down: usize,
-}
-
-impl State {
-    /// Experts of which anything is resident.
-    pub fn n_items(self) -> usize {
-        self.gate_up.max(self.down)
-    }
-
-    /// What of it is hot when the first `n` items are.
-    pub fn first(self, n: usize) -> State {
-        State { gate_up: n.min(self.gate_up), down: n.min(self.down) }
-    }
-}
-
 /// A layer's choices: its costs in both regimes.
 pub(super) struct Choices<'a> {
     pub model: &'a LayerModel,
@@ -48,6 +33,10 @@ pub(super) struct Choices<'a> {
     pub prefill: &'a Curves,
     /// Bytes of one expert's gate and up, and of its down.
     pub bytes: (u64, u64),
+    /// The same by steps of rows, of all experts; only the first where rows are not to be shared.
+    row_bytes: (Vec<u64>, Vec<u64>),
+    /// Whether experts may be resident as a whole.
+    by_experts: bool,
     base: State,
     most: State,
     /// `[n_expert + 1]`: calls per token that the first experts get.
@@ -74,30 +63,57 @@ pub(super) struct Selection {
 }
 
 impl<'a> Choices<'a> {
-    pub fn new(model: &'a LayerModel, decode: &'a Curves, prefill: &'a Curves, page: u64) -> Choices<'a> {
+    pub fn new(
+        model: &'a LayerModel,
+        decode: &'a Curves,
+        prefill: &'a Curves,
+        shares: Shares,
+        page: u64,
+    ) -> Choices<'a> {
         let (gate_up, down) = model.may_be_hot();
         let n = |may: bool| if may { model.n_expert() } else { 0 };
-        let most = State { gate_up: n(gate_up), down: n(down) };
-        let base = State { gate_up: model.n_forced.min(most.gate_up), down: model.n_forced.min(most.down) };
+        let all = State::experts(n(gate_up), n(down));
+        let base = State::experts(model.n_forced.min(all.gate_up), model.n_forced.min(all.down));
+        // Experts that the user named are resident whole, and a layer is shared in one way only.
+        let by_rows = shares != Shares::Experts && model.n_forced == 0;
+        let by_experts = shares != Shares::Rows || model.n_forced > 0;
+        let row_bytes = |steps: &[RowStep], matrices: u64| -> Vec<u64> {
+            let bytes = |step: &RowStep| step.bytes(page) * matrices * model.n_expert() as u64;
+            steps.iter().take(if by_rows { steps.len() } else { 1 }).map(bytes).collect()
+        };
+        let row_bytes = (row_bytes(&model.rows.gate_up, 2), row_bytes(&model.rows.down, 1));
+        let most = match by_experts {
+            true => all,
+            false => State::rows(row_bytes.0.len() - 1, row_bytes.1.len() - 1),
+        };
         let mut served = vec![0.0];
         for (at, used) in model.inclusion.iter().enumerate() {
             served.push(served[at] + used);
         }
-        Choices { model, decode, prefill, bytes: model.bytes(page), base, most, served }
+        let bytes = model.bytes(page);
+        Choices { model, decode, prefill, bytes, row_bytes, by_experts, base, most, served }
     }
 
     /// Calls per token that a state serves, mean of the three projections, beyond what the user demands. Among equals
     /// whole experts: fewer calls are then split between the two sides.
-    fn hits(&self, State { gate_up, down }: State) -> f64 {
+    fn hits(&self, state: State) -> f64 {
         let of = |gate_up: usize, down: usize| {
             (2.0 * self.served[gate_up] + self.served[down]) / 3.0 + 1e-9 * self.served[gate_up.min(down)]
         };
-        of(gate_up, down) - of(self.base.gate_up, self.base.down)
+        match state.split {
+            Split::Experts => of(state.gate_up, state.down) - of(self.base.gate_up, self.base.down),
+            Split::Rows => self.model.served(state),
+        }
     }
 
     /// What must be resident: the experts that the user named.
     pub fn base(&self) -> State {
         self.base
+    }
+
+    /// So many items of the ranking are hot in any case.
+    pub fn base_items(&self) -> usize {
+        self.base.n_items(self.model.n_expert())
     }
 
     /// What can be resident at most.
@@ -106,14 +122,31 @@ impl<'a> Choices<'a> {
     }
 
     pub fn bytes_of(&self, state: State) -> u64 {
-        state.gate_up as u64 * self.bytes.0 + state.down as u64 * self.bytes.1
+        match state.split {
+            Split::Experts => state.gate_up as u64 * self.bytes.0 + state.down as u64 * self.bytes.1,
+            Split::Rows => self.row_bytes.0[state.gate_up] + self.row_bytes.1[state.down],
+        }
     }
 
-    /// How many items of the ranking are best hot, given what is resident; the fewest among equals.
+    /// Every size that a budget is compared with is a sum of multiples of these.
+    fn sizes(&self) -> impl Iterator<Item = u64> {
+        let experts = if self.by_experts { [self.bytes.0, self.bytes.1] } else { [0, 0] };
+        experts.into_iter().chain(self.row_bytes.0.iter().copied()).chain(self.row_bytes.1.iter().copied())
+    }
+
+    /// How many items of the ranking are best hot, given what is resident; the fewest among equals. Rows are hot in all
+    /// experts or in none.
     pub fn best_cut(&self, curves: &Curves, state: State) -> usize {
+        let n_expert = self.model.n_expert();
         let cost = |n: usize| curves.of(state.first(n));
         let better = |best: usize, n: usize| if cost(n) < cost(best) { n } else { best };
-        (self.base.n_items()..=state.n_items()).fold(self.base.n_items(), better)
+        match state.split {
+            Split::Rows => better(0, state.n_items(n_expert)),
+            Split::Experts => {
+                let base = self.base_items();
+                (base..=state.n_items(n_expert)).fold(base, better)
+            }
+        }
     }
 
     /// What a state is worth against the one that the user demands, each regime going down as far as is best for it.
@@ -124,16 +157,48 @@ impl<'a> Choices<'a> {
         of(weights.decode, self.decode) + of(weights.prefill, self.prefill) + weights.hits * self.hits(state)
     }
 
-    /// Calls `visit` with states and what each is worth: every one, or where `step` is above 1 those with equal
-    /// numbers, those with no more of one of the two than the user demands, and every so many beside.
+    /// Calls `visit` with states and what each is worth; see [`Choices::expert_states`] for `step`.
     fn states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
-        let base = self.base.n_items();
+        if self.by_experts {
+            self.expert_states(weights, step, visit);
+        }
+        // A call is served by a whole expert: shares of rows count as hits only where nothing else may be resident.
+        if !self.by_experts || weights.hits <= 0.0 {
+            self.row_states(weights, visit);
+        }
+    }
+
+    /// Every pair of steps of rows. What is all of a phase is the same as all experts, and left to these.
+    fn row_states(&self, weights: Weights, visit: &mut dyn FnMut(State, f64)) {
+        let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)];
+        let (gate_up, down) = (self.row_bytes.0.len() - 1, self.row_bytes.1.len() - 1);
+        for g in 0..=gate_up {
+            for d in 0..=down {
+                if self.by_experts && (g == 0 || g == gate_up) && (d == 0 || d == down) {
+                    continue;
+                }
+                let state = State::rows(g, d);
+                let mut worth = if weights.hits > 0.0 { weights.hits * self.hits(state) } else { 0.0 };
+                for (weight, curves) in regimes {
+                    if weight > 0.0 {
+                        worth += weight * (curves.rows.at(0, 0) - curves.of(state)).max(0.0);
+                    }
+                }
+                visit(state, worth);
+            }
+        }
+    }
+
+    /// Calls `visit` with states of experts: every one, or where `step` is above 1 those with equal numbers, those with
+    /// no more of one of the two than the user demands, and every so many beside.
+    fn expert_states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
+        let base = self.base_items();
         // The regimes that count: weight, curves, and the least cost of a cut of whole experts, up to so many.
         let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)].into_iter();
         let with_whole = |(weight, curves): (f64, &'a Curves)| {
             let mut least = f64::INFINITY;
             let cost = |n: usize| {
-                least = if n < base { least } else { curves.at(n, n).min(least) };
+                least = if n < base { least } else { curves.experts.at(n, n).min(least) };
                 least
             };
             let whole: Vec<f64> = (0..=self.most.gate_up.min(self.most.down)).map(cost).collect();
@@ -151,7 +216,7 @@ impl<'a> Choices<'a> {
         let mut beyond = vec![f64::INFINITY; regimes.len()];
         // As many gates as downs or more, then fewer.
         for more_gates in [true, false] {
-            let split = |State { gate_up, down }: State| {
+            let split = |State { gate_up, down, .. }: State| {
                 if more_gates { (down, gate_up) } else { (gate_up, down) }
             };
             let ((short_base, long_base), (most_short, most_long)) = (split(self.base), split(self.most));
@@ -160,9 +225,9 @@ impl<'a> Choices<'a> {
                 let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
                 for long in first..=most_long {
                     let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
-                    let state = State { gate_up, down };
+                    let state = State::experts(gate_up, down);
                     for (least, (_, curves, _)) in beyond.iter_mut().zip(&regimes) {
-                        *least = least.min(curves.of(state));
+                        *least = least.min(curves.experts.at(gate_up, down));
                     }
                     let between = long != first && short != short_base;
                     if !between || (short.is_multiple_of(step) && long.is_multiple_of(step)) {
@@ -195,12 +260,11 @@ struct Point {
 fn front(choice: &Choices<'_>, weights: Weights, unit: u64, most_units: u64) -> Vec<Point> {
     let base = choice.bytes_of(choice.base);
     // Most often units divide all sizes; then there is nothing to round, state by state.
-    let (gate_up, down) = choice.bytes;
-    let whole = gate_up.is_multiple_of(unit) && down.is_multiple_of(unit);
-    let (gate_up, down, first) = (gate_up / unit, down / unit, base / unit);
-    let units = |state: State| match whole {
-        true => state.gate_up as u64 * gate_up + state.down as u64 * down - first,
-        false => (choice.bytes_of(state) - base).div_ceil(unit),
+    let whole = choice.sizes().all(|size| size.is_multiple_of(unit));
+    let (gate_up, down, first) = (choice.bytes.0 / unit, choice.bytes.1 / unit, base / unit);
+    let units = |state: State| match (whole, state.split) {
+        (true, Split::Experts) => state.gate_up as u64 * gate_up + state.down as u64 * down - first,
+        _ => (choice.bytes_of(state) - base).div_ceil(unit),
     };
     let length = units(choice.most).min(most_units) as usize + 1;
     let mut best: Vec<Option<Point>> = vec![None; length];
@@ -427,13 +491,14 @@ pub(super) fn grain(choices: &[Choices<'_>]) -> u64 {
         }
         a
     };
-    choices.iter().flat_map(|choice| [choice.bytes.0, choice.bytes.1]).fold(0, gcd)
+    choices.iter().flat_map(Choices::sizes).fold(0, gcd)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::model::{MatrixShape, MoeLayerShape};
+    use crate::plan::layer::Phases;
     use crate::plan::routing::LayerRouting;
     use crate::profile::DeviceProfile;
     use crate::tensor::Dtype;
@@ -442,7 +507,7 @@ mod tests {
     /// A layer whose curves are of no importance: the tests bring their own.
     fn model(n_expert: usize, n_ff: usize) -> LayerModel {
         let matrix = |n_in, n_out| MatrixShape { n_in, n_out, dtype: Dtype::Q8_0, bytes: 1 };
-        let experts = vec![[matrix(256, n_ff), matrix(256, n_ff), matrix(n_ff, 256)]; n_expert];
+        let experts = vec![[matrix(64, n_ff), matrix(64, n_ff), matrix(n_ff, 64)]; n_expert];
         let shape = MoeLayerShape { layer: LayerId(0), n_used: 1, experts };
         let routing = LayerRouting { shares: vec![1.0 / n_expert as f64; n_expert], counts: None };
         let profile = DeviceProfile::built_in(DeviceProfile::DEFAULT).expect("a profile");
@@ -457,7 +522,15 @@ mod tests {
             (self.0 >> 33) % n
         }
 
-        /// A curve of costs from 0 to `n` hot experts: mostly falling, with steps up, and sometimes level.
+        /// Curves of a layer: nothing hot costs the same, whatever is shared.
+        fn curves(&mut self, model: &LayerModel) -> Curves {
+            let n = model.n_expert();
+            let experts = Phases { gate_up: self.curve(n), down: self.curve(n) };
+            let (gate_up, down) = (model.rows.gate_up.len() - 1, model.rows.down.len() - 1);
+            Curves { experts, rows: Phases { gate_up: self.curve(gate_up), down: self.curve(down) } }
+        }
+
+        /// A curve of costs from 0 to `n` hot experts or steps of rows: mostly falling, with steps up, and sometimes level.
         fn curve(&mut self, n: usize) -> Vec<f64> {
             let mut cost = 1000.0;
             let mut curve = vec![cost];
@@ -469,35 +542,51 @@ mod tests {
         }
     }
 
-    /// The best value of any combination of states within a budget.
-    fn enumerated(choices: &[&Choices<'_>], weights: Weights, left: u64) -> f64 {
-        let Some((first, rest)) = choices.split_first() else { return 0.0 };
-        let mut best = f64::NEG_INFINITY;
-        for gate_up in 0..=first.most.gate_up {
-            for down in 0..=first.most.down {
-                let state = State { gate_up, down };
-                if let Some(left) = left.checked_sub(first.bytes_of(state)) {
-                    best = best.max(first.value(state, weights) + enumerated(rest, weights, left));
-                }
-            }
+    /// Every state of a layer: its bytes and what it is worth.
+    fn all_states(choice: &Choices<'_>, shares: Shares, weights: Weights) -> Vec<(u64, f64)> {
+        let n = choice.model.n_expert();
+        let (gates, downs) = (choice.model.rows.gate_up.len() - 1, choice.model.rows.down.len() - 1);
+        let pairs =
+            |gate_up: usize, down: usize| (0..=gate_up).flat_map(move |g| (0..=down).map(move |d| (g, d)));
+        let mut states: Vec<State> = vec![State::default()];
+        if shares != Shares::Rows {
+            states.extend(pairs(n, n).map(|(g, d)| State::experts(g, d)));
         }
-        best
+        if shares == Shares::Rows || (shares == Shares::Auto && weights.hits == 0.0) {
+            states.extend(pairs(gates, downs).map(|(g, d)| State::rows(g, d)));
+        }
+        // All rows of a phase are all experts: the curves are at random, so they would be worth something else.
+        if shares == Shares::Auto {
+            let ends = |s: &State| (s.gate_up == 0 || s.gate_up == gates) && (s.down == 0 || s.down == downs);
+            states.retain(|state| state.split == Split::Experts || !ends(state));
+        }
+        states.iter().map(|&state| (choice.bytes_of(state), choice.value(state, weights))).collect()
+    }
+
+    /// The best value of any combination of states within a budget.
+    fn enumerated(layers: &[Vec<(u64, f64)>], left: u64) -> f64 {
+        let Some((first, rest)) = layers.split_first() else { return 0.0 };
+        let fits = first.iter().filter_map(|(bytes, value)| Some((left.checked_sub(*bytes)?, value)));
+        fits.map(|(left, value)| value + enumerated(rest, left)).fold(f64::NEG_INFINITY, f64::max)
     }
 
     #[test]
     fn the_selection_is_the_best_of_all_combinations() {
         let mut random = Random(1);
+        let (mut by_rows, mut by_experts) = (0, 0);
         for round in 0..120 {
             let sizes: Vec<(usize, usize)> = (0..1 + round % 3)
-                .map(|_| (1 + random.below(5) as usize, [64, 256, 512][random.below(3) as usize]))
+                .map(|_| (1 + random.below(5) as usize, [64, 160, 192][random.below(3) as usize]))
                 .collect();
             let models: Vec<LayerModel> = sizes.iter().map(|&(n, n_ff)| model(n, n_ff)).collect();
-            let mut curves = |n| Curves { gate_up: random.curve(n), down: random.curve(n) };
-            let curves: Vec<[Curves; 2]> = sizes.iter().map(|&(n, _)| [curves(n), curves(n)]).collect();
+            let curves: Vec<[Curves; 2]> =
+                models.iter().map(|model| [random.curves(model), random.curves(model)]).collect();
+            let shares =
+                [Shares::Auto, Shares::Auto, Shares::Experts, Shares::Rows][random.below(4) as usize];
             let choices: Vec<Choices<'_>> = models
                 .iter()
                 .zip(&curves)
-                .map(|(model, [decode, prefill])| Choices::new(model, decode, prefill, 4096))
+                .map(|(model, [decode, prefill])| Choices::new(model, decode, prefill, shares, 4096))
                 .collect();
             let choices: Vec<&Choices<'_>> = choices.iter().collect();
             let kind = round % 3 + random.below(2) as usize;
@@ -505,20 +594,25 @@ mod tests {
                 [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (2.0, 1.0, 0.0), (0.0, 0.0, 1.0)][kind];
             let weights = Weights { decode, prefill, hits };
             let fronts = Fronts::new(&choices, weights, 4096, 64 << 20, MOST_UNITS);
+            let states: Vec<_> = choices.iter().map(|choice| all_states(choice, shares, weights)).collect();
             let mut last = 0.0;
             for budget in (0..24).map(|i| i * 70_000) {
                 let selection = fronts.select(budget);
                 let bytes: u64 = choices.iter().zip(&selection.states).map(|(c, &s)| c.bytes_of(s)).sum();
                 assert!(bytes <= budget, "{bytes} of {budget} bytes");
                 let (bound, value) = fronts.bound(&choices, weights, budget, &selection.states);
-                let best = enumerated(&choices, weights, budget);
+                let best = enumerated(&states, budget);
                 assert!(selection.exact);
                 assert!((value - best).abs() < 1e-9, "{value} selected, {best} possible");
                 assert!(bound >= best - 1e-9, "a bound of {bound} below {best}");
                 assert!(value >= last, "{value} after {last} with less");
                 last = value;
+                let of = |split| selection.states.iter().filter(|s| s.split == split && !s.is_cold()).count();
+                by_rows += of(Split::Rows);
+                by_experts += of(Split::Experts);
             }
         }
+        assert!(by_rows > 500 && by_experts > 500, "{by_rows} layers by rows, {by_experts} by experts");
     }
 
     #[test]
@@ -526,23 +620,24 @@ mod tests {
         let mut random = Random(9);
         for _ in 0..40 {
             let models: Vec<LayerModel> = (0..3).map(|_| model(4, 64)).collect();
-            let curves: Vec<[Curves; 2]> = (0..3)
-                .map(|_| {
-                    let mut curves = || Curves { gate_up: random.curve(4), down: random.curve(4) };
-                    [curves(), curves()]
-                })
+            let curves: Vec<[Curves; 2]> =
+                (0..3).map(|i| [random.curves(&models[i]), random.curves(&models[i])]).collect();
+            let choices: Vec<Choices<'_>> = models
+                .iter()
+                .zip(&curves)
+                .map(|(m, [d, p])| Choices::new(m, d, p, Shares::Auto, 4096))
                 .collect();
-            let choices: Vec<Choices<'_>> =
-                models.iter().zip(&curves).map(|(m, [d, p])| Choices::new(m, d, p, 4096)).collect();
             let choices: Vec<&Choices<'_>> = choices.iter().collect();
             let weights = Weights { decode: 1.0, prefill: 1.0, hits: 0.0 };
             // Few units: an expert takes one and a half.
             let fronts = Fronts::new(&choices, weights, 4096, 16 << 30, 18);
+            let states: Vec<_> =
+                choices.iter().map(|choice| all_states(choice, Shares::Auto, weights)).collect();
             for budget in [0, 100 << 10, 300 << 10, 600 << 10, 900 << 10] {
                 let selection = fronts.select(budget);
                 let bytes: u64 = choices.iter().zip(&selection.states).map(|(c, &s)| c.bytes_of(s)).sum();
                 let (bound, value) = fronts.bound(&choices, weights, budget, &selection.states);
-                let best = enumerated(&choices, weights, budget);
+                let best = enumerated(&states, budget);
                 assert!(!selection.exact && bytes <= budget);
                 assert!(value <= best + 1e-9 && best <= bound + 1e-9, "{value} <= {best} <= {bound}");
             }

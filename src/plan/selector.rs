@@ -3,7 +3,8 @@
 use super::document::{MemoryAccount, Objective, Regime};
 use super::forecast::{self, Case, Hot};
 use super::paging::{self, Paging};
-use super::select::{self, Choices, Fronts, State, Weights};
+use super::select::{self, Choices, Fronts, Weights};
+use super::state::State;
 use super::{ANSWER_TOKENS, MIN_GAIN, PROMPT_TOKENS, PlanError, PlanRequest, Planner, memory};
 use crate::units::Bytes;
 
@@ -86,8 +87,8 @@ struct Selector<'p> {
     layers: Vec<Vec<usize>>,
     /// For weights met before, each domain's fronts.
     fronts: Vec<(Weights, Vec<Fronts>)>,
-    /// Seconds of both regimes as far as the plan is made for them, by steps of the window, as far as they were needed.
-    with_disk: Vec<[f64; 2]>,
+    /// Bytes of the window, and seconds of both regimes as far as the plan is made for them, as far as they were needed.
+    with_disk: Vec<(u64, [f64; 2])>,
 }
 
 impl<'p> Selector<'p> {
@@ -130,19 +131,29 @@ impl<'p> Selector<'p> {
         if !(alone.decode > 0.0 || alone.prefill > 0.0) {
             return false;
         }
-        // With everything resident it gains as much as it ever can: most often that settles it.
-        let most: Vec<State> = self.choices.iter().map(Choices::most).collect();
-        self.gains(regime, alone, &most) && {
+        // Where even the best of every phase of every layer is not enough, that settles it.
+        self.may_gain(regime) && {
             let (states, _) = self.best(alone, budget);
             self.gains(regime, alone, &states)
         }
+    }
+
+    /// Whether a regime could gain enough if every layer were as fast as it ever is.
+    fn may_gain(&self, regime: Regime) -> bool {
+        let Planner { request, cases, .. } = self.planner;
+        let base = bases(&self.choices, self.domains);
+        let seconds = regime_seconds(request, &cases[1], regime, &base);
+        let curves = cases[1].curves(regime);
+        let saved: f64 =
+            curves.iter().zip(&base).map(|(curves, hot)| curves.of(hot.state) - curves.least()).sum();
+        seconds >= MIN_GAIN * (seconds - saved)
     }
 
     /// Whether a regime gains enough with these states.
     fn gains(&self, regime: Regime, weights: Weights, states: &[State]) -> bool {
         let Planner { request, cases, .. } = self.planner;
         let hot = best_hot(request, &cases[1], &self.choices, self.domains, states, regime, weights);
-        let base = hots(&self.choices, self.domains, |choice| choice.base().n_items(), states);
+        let base = bases(&self.choices, self.domains);
         let seconds = |hot: &[Hot]| regime_seconds(request, &cases[1], regime, hot);
         seconds(&base) >= MIN_GAIN * seconds(&hot)
     }
@@ -213,7 +224,7 @@ impl<'p> Selector<'p> {
     }
 
     /// How much of a budget to use: all of it where the model then still fits into memory. Else copies take away what
-    /// the model's own weights would fill, and whole steps of the window are compared.
+    /// the model's own weights would fill, and whole steps of the window are compared, and what just fits beside the model.
     fn usable(&mut self, budget: u64) -> u64 {
         let Planner { request, .. } = self.planner;
         let asked = request.objective == Objective::Hits || !request.force_hot.is_empty();
@@ -223,19 +234,28 @@ impl<'p> Selector<'p> {
             return budget;
         }
         let step = (request.profile.window().0 / MEMORY_STEPS).max(1);
-        let steps = (budget / step) as usize;
-        while self.with_disk.len() <= steps {
-            let selected = self.select_within(self.with_disk.len() as u64 * step);
-            let seconds = self.seconds_with_disk(&selected);
-            self.with_disk.push(seconds);
-        }
+        let beside = self.account(1).total_bytes.saturating_add(paging::KEPT_FREE);
+        let fitting = self.account(1).ram_bytes.saturating_sub(beside) / self.layers.len().max(1) as u64;
+        let tried =
+            (0..=budget / step).map(|i| i * step).chain(Some(fitting).filter(|bytes| *bytes <= budget));
+        let tried: Vec<(u64, [f64; 2])> = tried.map(|bytes| (bytes, self.within(bytes))).collect();
         // One regime must not pay for the other: none may be slower than with nothing resident.
-        let cold = self.with_disk[0];
-        let tried = self.with_disk.iter().take(steps + 1).enumerate();
-        let tried = tried.filter(|(_, now)| now.iter().zip(&cold).all(|(now, cold)| now <= cold));
+        let cold = self.within(0);
+        let tried = tried.iter().filter(|(_, now)| now.iter().zip(&cold).all(|(now, cold)| now <= cold));
         let best =
             tried.min_by(|a, b| a.1.iter().sum::<f64>().total_cmp(&b.1.iter().sum()).then(a.0.cmp(&b.0)));
-        best.map_or(budget, |(steps, _)| steps as u64 * step)
+        best.map_or(budget, |(bytes, _)| *bytes)
+    }
+
+    /// Seconds of both regimes with so many bytes of the window, computed once.
+    fn within(&mut self, bytes: u64) -> [f64; 2] {
+        if let Some((_, seconds)) = self.with_disk.iter().find(|(known, _)| *known == bytes) {
+            return *seconds;
+        }
+        let selected = self.select_within(bytes);
+        let seconds = self.seconds_with_disk(&selected);
+        self.with_disk.push((bytes, seconds));
+        seconds
     }
 
     /// The memory account with copies of so many bytes, all of the scratch counted.
@@ -280,18 +300,10 @@ fn weights_of(objective: Objective) -> Weights {
     }
 }
 
-/// What of each layer is hot when the first `n` items are.
-fn hots(
-    choices: &[Choices<'_>],
-    domains: &[u32],
-    n: impl Fn(&Choices<'_>) -> usize,
-    states: &[State],
-) -> Vec<Hot> {
-    let hot = |((choice, state), &domain): ((&Choices<'_>, &State), &u32)| {
-        let State { gate_up, down } = state.first(n(choice));
-        Hot { gate_up, down, domain }
-    };
-    choices.iter().zip(states).zip(domains).map(hot).collect()
+/// What the user demands of each layer.
+fn bases(choices: &[Choices<'_>], domains: &[u32]) -> Vec<Hot> {
+    let hot = |(choice, &domain): (&Choices<'_>, &u32)| Hot { state: choice.base(), domain };
+    choices.iter().zip(domains).map(hot).collect()
 }
 
 /// How far one regime goes down: as far as is best in each layer, if the regime counts. Everything, where the plan was
@@ -308,10 +320,10 @@ pub(super) fn best_hot(
     weights: Weights,
 ) -> Vec<Hot> {
     if weights.hits > 0.0 {
-        let all = |(state, &domain): (&State, &u32)| Hot { gate_up: state.gate_up, down: state.down, domain };
+        let all = |(&state, &domain): (&State, &u32)| Hot { state, domain };
         return states.iter().zip(domains).map(all).collect();
     }
-    let base = hots(choices, domains, |choice| choice.base().n_items(), states);
+    let base = bases(choices, domains);
     let weight = if regime == Regime::Decode { weights.decode } else { weights.prefill };
     if weight <= 0.0 {
         return base;
@@ -320,8 +332,7 @@ pub(super) fn best_hot(
     let best: Vec<Hot> = (0..choices.len())
         .map(|i| {
             let n = choices[i].best_cut(&curves[i], states[i]);
-            let State { gate_up, down } = states[i].first(n);
-            Hot { gate_up, down, domain: domains[i] }
+            Hot { state: states[i].first(n), domain: domains[i] }
         })
         .collect();
     let single = |domain: u32| -> Vec<Hot> {

@@ -3,8 +3,9 @@
 use serde::Serialize;
 
 use super::cost::{Parts, Phase};
-use super::document::{Holds, Plan, tidy};
+use super::document::{Plan, tidy};
 use super::layer::Curves;
+use super::state::State;
 use super::{PROMPT_TOKENS, Planner};
 
 /// Gives a layer's curves by a measure of its phases.
@@ -26,11 +27,11 @@ impl Planner<'_> {
     pub fn layer_times(&self, plan: &Plan) -> Vec<LayerTime> {
         let likely = &self.cases[1];
         let time = |(i, layer): (usize, &super::LayerPlan)| {
-            let hot = |regime: usize| Holds::count(&layer.ranking[..plan.cuts[regime].layers[i] as usize]);
+            let model = &likely.models[i];
             let parts = |regime: usize, curves: ByMeasure<'_>| {
-                let (gate_up, down) = hot(regime);
+                let hot = State::of_plan(layer, model, plan.cuts[regime].layers[i] as usize);
                 let part = |of: fn(&Parts) -> f64| {
-                    tidy(curves(&|phase| of(&likely.rates.phase_parts(phase))).at(gate_up, down))
+                    tidy(curves(&|phase| of(&likely.rates.phase_parts(phase))).of(hot))
                 };
                 Parts {
                     cpu: part(|p| p.cpu),
@@ -39,7 +40,6 @@ impl Planner<'_> {
                     start: part(|p| p.start),
                 }
             };
-            let model = &likely.models[i];
             LayerTime {
                 layer: layer.layer,
                 decode: parts(0, &|measure| model.decode_by(&likely.rates, measure)),

@@ -125,6 +125,7 @@ fn explained(plan: &Plan, why: &Explanation) -> String {
         Some(Holds::Whole) => "in, whole",
         Some(Holds::GateUp) => "in, gate and up only",
         Some(Holds::Down) => "in, down only",
+        Some(Holds::Rows) => "in, its first rows",
         None => "out",
     };
     let used = match (why.resident, why.hot_in_decode, why.hot_in_prefill) {

@@ -7,7 +7,7 @@ use std::fmt::Write;
 use super::PlanDocument;
 use super::explaining::advised;
 use super::planning::{spread, word};
-use crate::plan::{HitRate, Parts, Plan, Range, SweepPoint, SweepSpeed};
+use crate::plan::{HitRate, LayerPlan, Parts, Plan, Range, SweepPoint, SweepSpeed};
 use crate::units::Bytes;
 
 const STYLE: &str = "
@@ -22,7 +22,7 @@ padding-left:.8rem}.soft,figcaption{color:var(--soft);font-size:.875rem}.scroll{
 table{border-collapse:collapse;white-space:nowrap}td,th{padding:.2rem .7rem .2rem 0;text-align:right}
 td:first-child,th:first-child{text-align:left}tr{border-bottom:1px solid var(--line)}
 svg{display:block}svg.wide{width:100%;max-width:34rem;height:auto}text{fill:var(--soft);font:11px system-ui,sans-serif}
-.call{fill:var(--heat)}.hot{fill:none;stroke:var(--hot);stroke-width:2}.axis{stroke:var(--line);fill:none}
+.call{fill:var(--heat)}.hot{fill:none;stroke:var(--hot);stroke-width:2}.part{fill:none;stroke:var(--hot);stroke-dasharray:2 2}.axis{stroke:var(--line);fill:none}
 .band{fill:var(--hot);fill-opacity:.15}.curve{stroke:var(--hot);fill:none;stroke-width:2}
 .mark{stroke:var(--heat);stroke-dasharray:4 3}.cpu{fill:var(--cpu);background:var(--cpu)}
 .both{fill:var(--both);background:var(--both)}.npu{fill:var(--npu);background:var(--npu)}
@@ -138,8 +138,11 @@ fn heat_map(plan: &Plan) -> String {
                 0.04 + 0.96 * item.share / most
             );
             if rank < layer.resident as usize {
-                let _ =
-                    write!(outlines, "<rect class=\"hot\" x=\"{x}\" y=\"{y}\" width=\"11\" height=\"11\"/>");
+                let class = if layer.is_by_rows() { "part" } else { "hot" };
+                let _ = write!(
+                    outlines,
+                    "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"11\" height=\"11\"/>"
+                );
             }
         }
     }
@@ -147,12 +150,16 @@ fn heat_map(plan: &Plan) -> String {
         Some(_) => "",
         None => " Routing was assumed: experts stand in order of their rank, not by number.",
     };
+    let by_rows = match plan.layers.iter().any(LayerPlan::is_by_rows) {
+        true => "; dashed: the first rows of every expert",
+        false => "",
+    };
     format!(
         "<h2>Calls by layer and expert</h2><figure><div class=\"scroll\"><svg role=\"img\" \
          aria-label=\"Calls by layer and expert\" xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" \
          height=\"{height}\" viewBox=\"0 0 {width} {height}\">{cells}{outlines}</svg></div><figcaption>Rows are layers, \
          columns experts. The stronger the colour, the nearer to the most called expert of the layer; outlined: \
-         resident.{known}</figcaption></figure>"
+         resident{by_rows}.{known}</figcaption></figure>"
     )
 }
 

@@ -6,7 +6,9 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use crate::calibrate::Origin;
 use crate::convert::FoundStatistics;
-use crate::plan::{Advice, Basis, Forecast, HitRate, MatrixPlan, Objective, Plan, Range, Regime};
+use crate::plan::{
+    Advice, Basis, Cut, Forecast, HitRate, LayerPlan, MatrixPlan, Objective, Plan, Range, Regime,
+};
 use crate::units::Bytes;
 
 /// The plan for people; `source` says where its routing comes from.
@@ -85,17 +87,17 @@ fn residency(plan: &Plan) -> String {
         gap => writeln!(text, "choice: none within the budget {more}, but for {:.2} % at most", 100.0 * gap),
     };
     for cut in &plan.cuts {
-        let hot: u64 = cut.layers.iter().map(|&items| u64::from(items)).sum();
+        let hot = hot(plan, cut);
         let (regime, advice) = match cut.regime {
             Regime::Decode => ("decode", plan.verdict.decode),
             Regime::Prefill => ("prefill", plan.verdict.prefill),
         };
         let what = match (hot, advice) {
-            (0, _) => "CPU only".to_owned(),
-            (_, Advice::AsAsked) => {
-                format!("{hot} experts hot, as asked, {:.1} % of calls", 100.0 * cut.hit_rate)
+            (None, _) => "CPU only".to_owned(),
+            (Some(hot), Advice::AsAsked) => {
+                format!("{hot} hot, as asked, {:.1} % of calls", 100.0 * cut.hit_rate)
             }
-            _ => format!("{hot} experts hot, {:.1} % of calls", 100.0 * cut.hit_rate),
+            (Some(hot), _) => format!("{hot} hot, {:.1} % of calls", 100.0 * cut.hit_rate),
         };
         let _ = writeln!(
             text,
@@ -120,6 +122,24 @@ fn residency(plan: &Plan) -> String {
         Bytes(memory.ram_bytes)
     );
     text
+}
+
+/// What a cut makes hot: experts, and rows of all experts; `None` for nothing.
+fn hot(plan: &Plan, cut: &Cut) -> Option<String> {
+    let (mut experts, mut by_rows) = (0u64, 0u64);
+    for (layer, &items) in plan.layers.iter().zip(&cut.layers) {
+        match layer.is_by_rows() {
+            true => by_rows += u64::from(items > 0),
+            false => experts += u64::from(items),
+        }
+    }
+    let rows = || format!("rows of every expert in {}", super::counted(by_rows, "layer", "layers"));
+    match (experts, by_rows) {
+        (0, 0) => None,
+        (_, 0) => Some(format!("{experts} experts")),
+        (0, _) => Some(rows()),
+        _ => Some(format!("{experts} experts and {}", rows())),
+    }
 }
 
 fn hit_rate(rate: &HitRate) -> String {
@@ -147,15 +167,20 @@ fn shapes(plan: &Plan) -> String {
     }
     let mut text = String::new();
     for (matrix, n_layers) in groups {
-        let MatrixPlan { projection, n_in, n_out, programs, tile_bytes } = matrix;
+        let MatrixPlan { projection, n_in, n_out, rows, programs, tile_bytes } = matrix;
         let layers = super::counted(n_layers as u64, "layer", "layers");
-        let padding = 1.0 - (*n_in as f64 * *n_out as f64) / (*tile_bytes).max(1) as f64;
+        let padding = 1.0 - (*n_in as f64 * matrix.n_rows() as f64) / (*tile_bytes).max(1) as f64;
+        let share =
+            rows.filter(|rows| *rows > 0).map_or(String::new(), |rows| format!("the first {rows} in "));
         let fit = match programs {
+            0 if rows.is_some() => "CPU only".to_owned(),
             0 => "CPU only: no program can hold it".to_owned(),
             1 => "one program".to_owned(),
+            n if rows.is_some() => format!("{n} programs"),
             n => format!("cut into {n} programs"),
         };
-        let _ = write!(text, "{projection} of {layers}, row length K = {n_in}, N = {n_out} rows: {fit}");
+        let _ =
+            write!(text, "{projection} of {layers}, row length K = {n_in}, N = {n_out} rows: {share}{fit}");
         if *programs > 0 {
             let _ = write!(text, ", {} per expert", Bytes(*tile_bytes));
         }
@@ -183,11 +208,22 @@ fn layers(plan: &Plan) -> String {
             layer.domain.to_string(),
             layer.n_expert.to_string(),
             layer.n_used.to_string(),
-            layer.resident.to_string(),
+            resident(layer),
             hottest.join(", "),
         ]);
     }
     format!("\n{table}\n")
+}
+
+/// How many experts of a layer are resident, or what share of the rows of all.
+fn resident(layer: &LayerPlan) -> String {
+    if !layer.is_by_rows() {
+        return layer.resident.to_string();
+    }
+    let weights = |rows: fn(&MatrixPlan) -> u64| -> f64 {
+        layer.matrices.iter().map(|matrix| matrix.n_in as f64 * rows(matrix) as f64).sum()
+    };
+    format!("{:.0} % of rows", 100.0 * weights(MatrixPlan::n_rows) / weights(|matrix| matrix.n_out))
 }
 
 /// A plain table: numbers to the right, no lines between rows.

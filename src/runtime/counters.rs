@@ -6,26 +6,30 @@ use super::worker::Reply;
 use crate::device::Account;
 
 /// Expert calls of one regime, by projection where that matters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Calls {
     /// All expert calls: one expert chosen for one token in one layer.
     pub all: u64,
-    /// Of these, gate and up computed by the int8 contract.
+    /// Of these, gate and up computed by the int8 contract, all of their rows or the first ones.
     pub hot_gate_up: u64,
-    /// Of these, down computed by the int8 contract.
+    /// Of these, down computed by the int8 contract, all of its rows or the first ones.
     pub hot_down: u64,
+    /// Matrices of calls computed by the int8 contract, three to a call; of rows that are shared, their share.
+    pub hot_matrices: f64,
 }
 
 impl Calls {
-    /// Share of expert matrices that were hot, 0 to 1: gate and up count twice, down once.
+    /// Share of the experts' multiplications that were hot, 0 to 1: gate and up count twice, down once, and of rows that
+    /// are shared those that are hot.
     pub fn hit_rate(&self) -> f64 {
-        (2 * self.hot_gate_up + self.hot_down) as f64 / (3 * self.all).max(1) as f64
+        self.hot_matrices / (3 * self.all).max(1) as f64
     }
 
     fn add(&mut self, other: Calls) {
         self.all += other.all;
         self.hot_gate_up += other.hot_gate_up;
         self.hot_down += other.hot_down;
+        self.hot_matrices += other.hot_matrices;
     }
 }
 

@@ -18,21 +18,17 @@ pub struct HotMatrix {
     pub matrix: DeviceMatrix,
     /// The same parts with the device's own chunk numbers, once all of them are filled.
     pub resident: Option<DeviceMatrix>,
-    /// `[n_out]`: the scale of each output.
+    /// `[n_out]`: the scale of each output that has a copy.
     pub scales: Arc<[f32]>,
 }
 
-/// What is hot for one expert in one regime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Share {
-    /// Everything on the device.
-    Whole,
-    /// Gate and up on the device, down from source rows.
-    GateUp,
-    /// Gate and up from source rows, down on the device.
-    Down,
-    /// Nothing.
-    Cold,
+/// What is hot of one expert in one regime: the first outputs of its projections. The others come from source rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Share {
+    /// Outputs of gate, and as many of up.
+    pub gate_up: u32,
+    /// Outputs of down.
+    pub down: u32,
 }
 
 /// Every placed matrix, by layer, expert and projection.
@@ -42,8 +38,8 @@ pub struct HotTable {
 }
 
 impl HotTable {
-    /// The table of an open pack, whose placements must have the shapes of the model's experts. Placements of dense
-    /// tensors are left alone: no executor asks for them yet.
+    /// The table of an open pack, whose placements must be the first rows, or all, of the model's experts' matrices.
+    /// Placements of dense tensors are left alone: no executor asks for them yet.
     ///
     /// # Errors
     ///
@@ -56,7 +52,7 @@ impl HotTable {
             let weight = weights.bank(id.layer).and_then(|bank| bank.weight(id.expert, id.projection));
             let shape = weight.map(|weight| (weight.n_in, weight.n_out));
             let placed = (placement.n_in as usize, placement.n_out as usize);
-            if shape != Some(placed) {
+            if !shape.is_some_and(|(n_in, n_out)| n_in == placed.0 && placed.1 <= n_out) {
                 return Err(Error::usage(format!(
                     "the pack places {id} as {placed:?} (inputs, outputs), the model has {shape:?}"
                 )));
@@ -93,14 +89,10 @@ impl HotTable {
     /// What of an expert is hot where the first `cut` matrices of its layer are.
     pub fn share(&self, layer: LayerId, expert: ExpertId, cut: u32) -> Share {
         let hot = |projection| {
-            self.get(MatrixId { layer, expert, projection }).is_some_and(|matrix| matrix.rank < cut)
+            let matrix = self.get(MatrixId { layer, expert, projection }).filter(|matrix| matrix.rank < cut);
+            matrix.map_or(0, |matrix| matrix.matrix.n_out)
         };
-        match (hot(Projection::Gate) && hot(Projection::Up), hot(Projection::Down)) {
-            (true, true) => Share::Whole,
-            (true, false) => Share::GateUp,
-            (false, true) => Share::Down,
-            (false, false) => Share::Cold,
-        }
+        Share { gate_up: hot(Projection::Gate).min(hot(Projection::Up)), down: hot(Projection::Down) }
     }
 
     /// Every matrix, in order of layer, expert and projection.

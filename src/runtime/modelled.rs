@@ -3,24 +3,22 @@
 //! Nothing here is timed. Hits, rows and bytes are counted as they occur and priced by the profile's rates, so a number
 //! from here is *simulated*.
 
-use super::hot::{HotMatrix, HotTable};
+use super::hot::{HotMatrix, HotTable, Share};
 use crate::model::{ModelShape, MoeLayerShape};
 use crate::plan::cost::{Bound, Load, Phase, Rates};
 use crate::profile::DeviceProfile;
 use crate::tensor::{MatrixId, Projection};
 use crate::units::{ExpertId, LayerId};
 
-/// How many rows each expert got, by where it is computed. No expert twice in a list.
-#[derive(Clone, Debug, Default)]
-pub struct LayerRows {
-    /// All three projections on the device.
-    pub whole: Vec<(ExpertId, u32)>,
-    /// Gate and up on the device.
-    pub gate_up: Vec<(ExpertId, u32)>,
-    /// Down on the device.
-    pub down: Vec<(ExpertId, u32)>,
-    /// Nothing on the device.
-    pub cold: Vec<(ExpertId, u32)>,
+/// The rows that one expert got, and what of it is on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertRows {
+    /// The expert; in a layer each once.
+    pub expert: ExpertId,
+    /// Its rows.
+    pub rows: u32,
+    /// What is hot of it.
+    pub share: Share,
 }
 
 /// Prices layers and tokens.
@@ -38,55 +36,42 @@ impl Modelled {
     }
 
     /// Seconds of a layer's experts for `m` rows.
-    pub fn layer_seconds(&self, layer: LayerId, m: usize, rows: &LayerRows, hot: &HotTable) -> f64 {
+    pub fn layer_seconds(&self, layer: LayerId, m: usize, calls: &[ExpertRows], hot: &HotTable) -> f64 {
         let Some(shape) = self.shape.moe_layers.iter().find(|shape| shape.layer == layer) else { return 0.0 };
         let Some([gate, _, down]) = shape.experts.first() else { return 0.0 };
-        let (n_embd, n_ff) = (gate.n_in as f64, gate.n_out as f64);
-        let count = |lists: [&[(ExpertId, u32)]; 2]| -> f64 {
-            lists.iter().flat_map(|list| list.iter()).map(|(_, rows)| f64::from(*rows)).sum()
+        let (n_embd, n_ff) = (gate.n_in as f64, down.n_in as f64);
+        let phase = |projections: &[Projection]| {
+            let is_down = projections.contains(&Projection::Down);
+            let mut phase = Phase::default();
+            let (mut hot_rows, mut scaled) = (0.0, 0.0);
+            for call in calls {
+                let outputs = if is_down { call.share.down } else { call.share.gate_up };
+                for &projection in projections {
+                    let id = MatrixId { layer, expert: call.expert, projection };
+                    if let Some(matrix) = hot.get(id).filter(|_| outputs > 0) {
+                        phase.npu = phase.npu.plus(self.product(matrix, call.rows));
+                        scaled += f64::from(call.rows) * f64::from(outputs);
+                    }
+                    phase.cpu = phase.cpu.plus(self.cold(shape, call, projection, outputs));
+                }
+                hot_rows += if outputs > 0 { f64::from(call.rows) } else { 0.0 };
+            }
+            let quantized = match is_down {
+                true => hot_rows * n_ff,
+                false if hot_rows > 0.0 => m as f64 * n_embd,
+                false => 0.0,
+            };
+            phase.submits = if hot_rows > 0.0 { 1.0 } else { 0.0 };
+            phase.cpu = phase.cpu.plus(self.rates.around(quantized, scaled));
+            phase
         };
-        let hot_up = count([&rows.whole, &rows.gate_up]);
-        let hot_down = count([&rows.whole, &rows.down]);
-        let quantized_rows = if hot_up > 0.0 { m as f64 * n_embd } else { 0.0 };
-        let gate_up = Phase {
-            npu: self.npu(layer, [&rows.whole, &rows.gate_up], &[Projection::Gate, Projection::Up], hot),
-            submits: if hot_up > 0.0 { 1.0 } else { 0.0 },
-            cpu: self
-                .cpu(shape, [&rows.cold, &rows.down], &[0, 1])
-                .plus(self.rates.around(quantized_rows, 2.0 * hot_up * n_ff)),
-        };
-        let down_phase = Phase {
-            npu: self.npu(layer, [&rows.whole, &rows.down], &[Projection::Down], hot),
-            submits: if hot_down > 0.0 { 1.0 } else { 0.0 },
-            cpu: self
-                .cpu(shape, [&rows.cold, &rows.gate_up], &[2])
-                .plus(self.rates.around(hot_down * n_ff, hot_down * down.n_out as f64)),
-        };
-        self.rates.layer_seconds(&[gate_up, down_phase])
+        self.rates.layer_seconds(&[phase(&[Projection::Gate, Projection::Up]), phase(&[Projection::Down])])
     }
 
     /// Seconds of everything but the experts for `m` tokens that go through the model at once.
     pub fn rest_seconds(&self, m: usize) -> f64 {
         let macs = self.shape.dense_weights as f64 * m as f64;
         self.rates.cpu(self.shape.dense_bytes as f64, macs).seconds
-    }
-
-    fn npu(
-        &self,
-        layer: LayerId,
-        experts: [&[(ExpertId, u32)]; 2],
-        projections: &[Projection],
-        hot: &HotTable,
-    ) -> Load {
-        let mut load = Load::default();
-        for &(expert, rows) in experts.iter().flat_map(|list| list.iter()) {
-            for &projection in projections {
-                if let Some(matrix) = hot.get(MatrixId { layer, expert, projection }) {
-                    load = load.plus(self.product(matrix, rows));
-                }
-            }
-        }
-        load
     }
 
     /// One matrix on the device: every part's tiles once per pass of its row cap.
@@ -101,16 +86,15 @@ impl Modelled {
         load
     }
 
-    fn cpu(&self, shape: &MoeLayerShape, experts: [&[(ExpertId, u32)]; 2], projections: &[usize]) -> Load {
-        let mut load = Load::default();
-        for (expert, rows) in experts.iter().flat_map(|list| list.iter()) {
-            let Some(matrices) = shape.experts.get(expert.index()) else { continue };
-            for &projection in projections {
-                let matrix = &matrices[projection];
-                let (bytes, n_weights) = (matrix.bytes as f64, matrix.n_weights() as f64);
-                load = load.plus(self.rates.cpu_matrix(matrix.dtype, bytes, n_weights, f64::from(*rows)));
-            }
+    /// What of one matrix is left to the CPU: all outputs but the first `hot`.
+    fn cold(&self, shape: &MoeLayerShape, call: &ExpertRows, projection: Projection, hot: u32) -> Load {
+        let Some(matrices) = shape.experts.get(call.expert.index()) else { return Load::default() };
+        let matrix = &matrices[projection as usize];
+        let share = 1.0 - f64::from(hot) / matrix.n_out.max(1) as f64;
+        if share <= 0.0 {
+            return Load::default();
         }
-        load
+        let (bytes, n_weights) = (share * matrix.bytes as f64, share * matrix.n_weights() as f64);
+        self.rates.cpu_matrix(matrix.dtype, bytes, n_weights, f64::from(call.rows))
     }
 }

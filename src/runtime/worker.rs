@@ -34,17 +34,17 @@ pub enum Request {
         layer: LayerId,
         /// Activations `[m, n_embd]`.
         rows: QuantizedRows,
-        /// Calls that are hot in all three projections.
+        /// Calls that are hot in all outputs of all three projections.
         whole: Vec<HotCall>,
-        /// Calls of which down is cold.
-        gate_up: Vec<HotCall>,
+        /// Calls that are hot in some outputs of gate and up: all, or the first ones.
+        partial: Vec<HotCall>,
     },
-    /// Down alone.
+    /// Down alone, all outputs of it or the first ones.
     Down {
         /// The layer.
         layer: LayerId,
         /// `[calls, n_ff]`: what gate and up yielded, a row per call.
-        hidden: Vec<f32>,
+        hidden: Arc<Vec<f32>>,
         /// The experts of the rows.
         calls: Vec<HotCall>,
     },
@@ -53,9 +53,9 @@ pub enum Request {
 /// What the device thread gives back.
 #[derive(Debug, Default)]
 pub struct Reply {
-    /// `[whole calls, n_embd]`, or `[calls, n_embd]` of a down request.
+    /// `[whole calls, n_embd]`, or `[calls, n_embd]` of a down request: of each row the outputs that are hot.
     pub outputs: Vec<f32>,
-    /// `[gate_up calls, n_ff]`.
+    /// `[partial calls, n_ff]`: of each row the outputs that are hot.
     pub hidden: Vec<f32>,
     /// The request's activations, to be filled again.
     pub rows: QuantizedRows,
@@ -163,10 +163,10 @@ impl Products {
         let mut reply = Reply::default();
         self.fallbacks = 0;
         match request {
-            Request::Experts { layer, rows, whole, gate_up } => {
+            Request::Experts { layer, rows, whole, partial } => {
                 let mut calls = whole;
                 let n_whole = calls.len();
-                calls.extend(gate_up);
+                calls.extend(partial);
                 let mut hidden = self.gate_up(layer, &rows, &calls);
                 let n_ff = hidden.len() / calls.len().max(1);
                 reply.hidden = hidden.split_off(n_whole * n_ff);
@@ -183,67 +183,67 @@ impl Products {
         reply
     }
 
-    /// What down is to multiply, of every call: `[calls, n_ff]`.
+    /// What down is to multiply, of every call: `[calls, n_ff]`, of each row the outputs that are hot.
     fn gate_up(&mut self, layer: LayerId, rows: &QuantizedRows, calls: &[HotCall]) -> Vec<f32> {
-        let hot = Arc::clone(&self.hot);
+        let (hot, weights) = (Arc::clone(&self.hot), Arc::clone(&self.weights));
+        let Some(bank) = weights.bank(layer) else { return Vec::new() };
+        let n_ff = bank.gate.first().map_or(0, |gate| gate.n_out);
         let groups = groups(&hot, layer, calls, &[Projection::Gate, Projection::Up]);
-        let n_ff = groups.first().map_or(0, |group| group.matrices[0].matrix.n_out as usize);
         let mut buffers = std::mem::take(&mut self.buffers);
         let Buffers { gathered, gate, up, .. } = &mut buffers;
         gather(rows.codes(), calls, gathered);
-        gate.resize(calls.len() * n_ff, 0);
-        up.resize(calls.len() * n_ff, 0);
+        let n_sums = groups.iter().map(Group::n_outputs).sum();
+        gate.resize(n_sums, 0);
+        up.resize(n_sums, 0);
         let inputs = inputs(rows.codes(), gathered, &groups);
         let mut jobs = Vec::with_capacity(2 * groups.len());
         let (mut gates, mut ups) = (&mut gate[..], &mut up[..]);
         for (group, rows) in groups.iter().zip(&inputs) {
-            let (out, rest) = gates.split_at_mut(group.n_calls * n_ff);
+            let (out, rest) = gates.split_at_mut(group.n_outputs());
             gates = rest;
             jobs.push((group.matrices[0], *rows, out));
-            let (out, rest) = ups.split_at_mut(group.n_calls * n_ff);
+            let (out, rest) = ups.split_at_mut(group.n_outputs());
             ups = rest;
             jobs.push((group.matrices[1], *rows, out));
         }
         self.run(jobs);
         let mut hidden = std::mem::take(&mut buffers.hidden);
         hidden.resize(calls.len() * n_ff, 0.0);
-        buffers.up_values.resize(n_ff, 0.0);
-        let bank = self.weights.bank(layer);
-        let mut at = 0;
+        let Buffers { gate, up, up_values, .. } = &mut buffers;
+        up_values.resize(n_ff, 0.0);
+        let mut calls = calls.iter().zip(hidden.chunks_exact_mut(n_ff.max(1)));
+        let (mut gates, mut ups) = (&gate[..], &up[..]);
         for group in &groups {
-            let (gate_scales, up_scales) = (&group.matrices[0].scales, &group.matrices[1].scales);
-            for call in &calls[at..at + group.n_calls] {
+            let (n, gate_scales, up_scales) =
+                (group.n_out(), &group.matrices[0].scales, &group.matrices[1].scales);
+            for (call, hidden) in calls.by_ref().take(group.n_calls) {
                 let scale = rows.scales()[call.row as usize];
-                let range = at * n_ff..(at + 1) * n_ff;
-                let (gate, up) = (&mut hidden[range.clone()], &mut buffers.up_values);
-                dequantize(&buffers.gate[range.clone()], scale, gate_scales, gate);
-                dequantize(&buffers.up[range], scale, up_scales, up);
-                if let Some(bank) = bank {
-                    bank.activate(group.expert, 0..n_ff, gate, up);
-                }
-                at += 1;
+                let (gate, up) = (&mut hidden[..n], &mut up_values[..n]);
+                dequantize(&gates[..n], scale, gate_scales, gate);
+                dequantize(&ups[..n], scale, up_scales, up);
+                bank.activate(group.expert, 0..n, gate, up);
+                (gates, ups) = (&gates[n..], &ups[n..]);
             }
         }
         self.buffers = buffers;
         hidden
     }
 
-    /// `down · hidden` of every call, `[calls, n_embd]`.
+    /// `down · hidden` of every call, `[calls, n_embd]`, of each row the outputs that are hot.
     fn down(&mut self, layer: LayerId, hidden: &[f32], calls: &[HotCall]) -> Vec<f32> {
-        let hot = Arc::clone(&self.hot);
+        let (hot, weights) = (Arc::clone(&self.hot), Arc::clone(&self.weights));
         let groups = groups(&hot, layer, calls, &[Projection::Down]);
-        let Some(first) = groups.first() else { return Vec::new() };
-        let (n_ff, n_embd) =
-            (first.matrices[0].matrix.n_in as usize, first.matrices[0].matrix.n_out as usize);
+        let Some(bank) = weights.bank(layer).filter(|_| !groups.is_empty()) else { return Vec::new() };
+        let (n_ff, n_embd) = bank.down.first().map_or((0, 0), |down| (down.n_in, down.n_out));
         let mut buffers = std::mem::take(&mut self.buffers);
         let Some(view) = MatrixView::new(hidden, calls.len(), n_ff) else { return Vec::new() };
         quantize_rows(view, &mut buffers.quantized);
-        buffers.down.resize(calls.len() * n_embd, 0);
+        buffers.down.resize(groups.iter().map(Group::n_outputs).sum(), 0);
         let codes = buffers.quantized.codes();
         let mut jobs = Vec::with_capacity(groups.len());
         let (mut at, mut downs) = (0, &mut buffers.down[..]);
         for group in &groups {
-            let (out, rest) = downs.split_at_mut(group.n_calls * n_embd);
+            let (out, rest) = downs.split_at_mut(group.n_outputs());
             downs = rest;
             let rows = &codes.data()[at * n_ff..(at + group.n_calls) * n_ff];
             at += group.n_calls;
@@ -253,13 +253,14 @@ impl Products {
         }
         self.run(jobs);
         let mut outputs = vec![0.0; calls.len() * n_embd];
-        let bank = self.weights.bank(layer);
-        let experts = groups.iter().flat_map(|group| std::iter::repeat_n(group, group.n_calls));
-        let rows = outputs.chunks_exact_mut(n_embd).zip(buffers.down.chunks_exact(n_embd));
-        for ((group, (out, sums)), &scale) in experts.zip(rows).zip(buffers.quantized.scales()) {
-            dequantize(sums, scale, &group.matrices[0].scales, out);
-            if let Some(bank) = bank {
-                bank.finish_down(group.expert, 0..n_embd, out);
+        let mut sums = &buffers.down[..];
+        let mut rows = outputs.chunks_exact_mut(n_embd.max(1)).zip(buffers.quantized.scales());
+        for group in &groups {
+            let n = group.n_out();
+            for (out, &scale) in rows.by_ref().take(group.n_calls) {
+                dequantize(&sums[..n], scale, &group.matrices[0].scales, &mut out[..n]);
+                bank.finish_down(group.expert, 0..n, &mut out[..n]);
+                sums = &sums[n..];
             }
         }
         self.buffers = buffers;
@@ -315,6 +316,18 @@ struct Group<'a> {
     expert: ExpertId,
     n_calls: usize,
     matrices: Vec<&'a HotMatrix>,
+}
+
+impl Group<'_> {
+    /// Outputs of each matrix.
+    fn n_out(&self) -> usize {
+        self.matrices.first().map_or(0, |hot| hot.matrix.n_out as usize)
+    }
+
+    /// Outputs of each matrix for all calls.
+    fn n_outputs(&self) -> usize {
+        self.n_calls * self.n_out()
+    }
 }
 
 /// Calls by expert. Every call's expert has these projections in the table: the partition asks for no other.

@@ -32,6 +32,7 @@ pub fn bench(model: &Path) {
             budget: None,
             domains: 1,
             objective: Objective::Hits,
+            shares: orkpack::plan::Shares::Auto,
             force_hot: Vec::new(),
             statistics: StatisticsFrom::Prompts(vec![prompts]),
             ram: None,

@@ -82,6 +82,7 @@ pub fn convert(model: PathBuf, output: PathBuf) -> PathBuf {
             budget: None,
             domains: 1,
             objective: Objective::Hits,
+            shares: orkpack::plan::Shares::Auto,
             force_hot: Vec::new(),
             statistics: StatisticsFrom::Found,
             ram: None,

@@ -65,6 +65,7 @@ pub fn hits(budget: u64) -> Choice {
         budget: Some(Bytes(budget)),
         domains: 1,
         objective: Objective::Hits,
+        shares: orkpack::plan::Shares::Auto,
         force_hot: Vec::new(),
         statistics: StatisticsFrom::Found,
         ram: None,

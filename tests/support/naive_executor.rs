@@ -1,6 +1,6 @@
 //! The obvious executor: weights dequantised to f32, sums in f64, nothing shared with the real kernels.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use orkpack::blocks;
 use orkpack::executor::{
@@ -16,13 +16,13 @@ pub struct NaiveExecutor<'a> {
     source: &'a dyn TensorSource,
     weights: &'a WeightTable,
     dequantised: HashMap<Place, Vec<f32>>,
-    /// Expert matrices that are multiplied by the int8 contract, in floats.
-    pub hot: HashSet<MatrixId>,
+    /// Of expert matrices the outputs, from the first, that are multiplied by the int8 contract, in floats.
+    pub hot: HashMap<MatrixId, usize>,
 }
 
 impl<'a> NaiveExecutor<'a> {
     pub fn new(source: &'a dyn TensorSource, weights: &'a WeightTable) -> Self {
-        NaiveExecutor { source, weights, dequantised: HashMap::new(), hot: HashSet::new() }
+        NaiveExecutor { source, weights, dequantised: HashMap::new(), hot: HashMap::new() }
     }
 
     /// `[n_out, n_in]`.
@@ -38,17 +38,16 @@ impl<'a> NaiveExecutor<'a> {
     /// One matrix of an expert times one row.
     fn expert(&mut self, id: MatrixId, x: &[f32]) -> Vec<f32> {
         let weight = *self.weights.bank(id.layer).unwrap().weight(id.expert, id.projection).unwrap();
-        if !self.hot.contains(&id) {
-            return self.product(&weight, x);
-        }
+        let n_hot = self.hot.get(&id).copied().unwrap_or(0);
+        let mut out = self.product(&weight, x);
         let (x, x_scale) = round(x);
         let rows = self.matrix(&weight).chunks_exact(weight.n_in);
-        rows.map(|row| {
+        for (out, row) in out.iter_mut().zip(rows).take(n_hot) {
             let (row, scale) = round(row);
             let sum: f64 = row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-            sum as f32 * (x_scale * scale)
-        })
-        .collect()
+            *out = sum as f32 * (x_scale * scale);
+        }
+        out
     }
 
     fn product(&mut self, weight: &Weight, x: &[f32]) -> Vec<f32> {
@@ -69,21 +68,23 @@ pub fn stepwise(model: &Model, executor: &mut dyn Executor, tokens: &[u32]) -> V
     all
 }
 
-/// The matrices that decode keeps hot: gate and up only together.
-pub fn hot_matrices(pack: &Pack) -> Vec<MatrixId> {
+/// The matrices that decode keeps hot, and how many outputs of each: gate and up only together.
+pub fn hot_matrices(pack: &Pack) -> Vec<(MatrixId, usize)> {
     let cut = pack.cut(1).unwrap();
     let layers = (0..cut.experts.len()).map(|layer| LayerId(layer as u32));
-    let hot = layers.flat_map(|layer| pack.hot(cut, layer)).filter_map(|placed| placed.matrix.expert());
-    let hot: HashSet<MatrixId> = hot.collect();
-    let is_whole = |id: &&MatrixId| {
+    let hot = layers
+        .flat_map(|layer| pack.hot(cut, layer))
+        .filter_map(|placed| Some((placed.matrix.expert()?, placed.n_out as usize)));
+    let hot: HashMap<MatrixId, usize> = hot.collect();
+    let is_whole = |(id, _): &(&MatrixId, &usize)| {
         let twin = match id.projection {
             Projection::Gate => Projection::Up,
             Projection::Up => Projection::Gate,
             Projection::Down => return true,
         };
-        hot.contains(&MatrixId { projection: twin, ..**id })
+        hot.contains_key(&MatrixId { projection: twin, ..**id })
     };
-    hot.iter().filter(is_whole).copied().collect()
+    hot.iter().filter(is_whole).map(|(id, n_out)| (*id, *n_out)).collect()
 }
 
 /// The integers nearest to a row whose largest is 127, as floats, and what one of them stands for.

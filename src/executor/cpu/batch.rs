@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
 
 use super::{Call, Core, CpuExecutor, ExecutorError, Failure, MOST_SCRATCH};
-use super::{expect, lock, shape, width};
+use super::{expect, lock, shape, shifted, width};
 use crate::blocks::BlockError;
 use crate::executor::ExpertBank;
 use crate::kernel::{Activations, Form, Kernel, Loops};
@@ -111,7 +111,7 @@ impl CpuExecutor {
         Ok(())
     }
 
-    /// The first half of [`CpuExecutor::expert_calls`]: `hidden` is `[calls.len(), n_ff]`.
+    /// The outputs `cols` of the first half of [`CpuExecutor::expert_calls`]: `hidden` is `[calls.len(), cols.len()]`.
     ///
     /// # Errors
     ///
@@ -121,24 +121,26 @@ impl CpuExecutor {
         layer: LayerId,
         rows: MatrixView<'_, f32>,
         calls: &[Call],
+        cols: Range<usize>,
         hidden: &mut [f32],
     ) -> Result<(), ExecutorError> {
         let sizes = self.core.sizes(layer)?;
         check_calls(sizes, rows, calls)?;
-        expect("hidden values of the calls", hidden.len(), calls.len() * sizes.n_ff)?;
+        check_cols(&cols, sizes.n_ff)?;
+        expect("hidden values of the calls", hidden.len(), calls.len() * cols.len())?;
         self.scratch.sort(calls);
         let groups = self.core.groups(layer, calls, &self.scratch.order, usize::MAX)?;
         let inputs = groups.iter().flat_map(|group| [group.gate.form, group.up.form]);
         self.core.quantize_all(&mut self.acts, inputs, rows);
         let (core, acts) = (&self.core, &self.acts);
         let Scratch { order, rows, tiles, .. } = &mut self.scratch;
-        let pieces = core.pieces(hidden, sizes.n_ff, &groups, order, |group| &group.gate)?;
+        let pieces = core.pieces(hidden, cols.len(), &groups, order, |group| &group.gate)?;
         grow(tiles, pieces.len());
         let failure = Failure::default();
         core.pool.run(pieces.len(), &|i| {
             let (group, mut patch) = (&groups[pieces[i].group], lock(&pieces[i].part));
             let (rows, mut tile) = (&rows[group.calls.clone()], lock(&tiles[i]));
-            failure.note(i, core.gate_up(group, acts, rows, patch.cols(), &mut tile));
+            failure.note(i, core.gate_up(group, acts, rows, shifted(patch.cols(), cols.start), &mut tile));
             for (r, row) in tile.hidden.chunks_exact(patch.cols().len()).enumerate() {
                 patch.row(r).copy_from_slice(row);
             }
@@ -146,8 +148,9 @@ impl CpuExecutor {
         failure.result()
     }
 
-    /// The second half of [`CpuExecutor::expert_calls`], for hidden values that come from elsewhere: `hidden`
-    /// is `[calls.len(), n_ff]`, row c for call c; the calls' own rows are not looked at.
+    /// The outputs `cols` of the second half of [`CpuExecutor::expert_calls`], for hidden values that come from
+    /// elsewhere: `hidden` is `[calls.len(), n_ff]`, row c for call c; the calls' own rows are not looked at. `out` is
+    /// `[calls.len(), cols.len()]`.
     ///
     /// # Errors
     ///
@@ -157,22 +160,25 @@ impl CpuExecutor {
         layer: LayerId,
         hidden: MatrixView<'_, f32>,
         calls: &[Call],
+        cols: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), ExecutorError> {
         let sizes = self.core.sizes(layer)?;
         expect("rows of hidden values", hidden.n_rows(), calls.len())?;
         expect("columns of hidden values", hidden.n_cols(), sizes.n_ff)?;
-        expect("outputs of the calls", out.len(), calls.len() * sizes.n_embd)?;
+        check_cols(&cols, sizes.n_embd)?;
+        expect("outputs of the calls", out.len(), calls.len() * cols.len())?;
         self.scratch.sort(calls);
         let groups = self.core.groups(layer, calls, &self.scratch.order, usize::MAX)?;
         self.core.quantize_all(&mut self.acts, groups.iter().map(|group| group.down.form), hidden);
         let (core, order, acts) = (&self.core, &self.scratch.order, &self.acts);
-        let pieces = core.pieces(out, sizes.n_embd, &groups, order, |group| &group.down)?;
+        let pieces = core.pieces(out, cols.len(), &groups, order, |group| &group.down)?;
         let failure = Failure::default();
         core.pool.run(pieces.len(), &|i| {
             let (group, mut patch) = (&groups[pieces[i].group], lock(&pieces[i].part));
             let rows = &order[group.calls.clone()];
-            failure.note(i, core.down(group, &acts[group.down.form as usize], rows, &mut patch));
+            let acts = &acts[group.down.form as usize];
+            failure.note(i, core.down(group, acts, rows, cols.start, &mut patch));
         });
         failure.result()
     }
@@ -287,7 +293,7 @@ impl Core {
         order: &'a [u32],
         matrix: impl for<'g> Fn(&'g Group<'_>) -> &'g Matrix<'g>,
     ) -> Result<Vec<Piece<Mutex<Patch<'a>>>>, ExecutorError> {
-        let share = self.share(groups.iter().map(|group| matrix(group).view.bytes().len()).sum());
+        let share = self.share(groups.iter().map(|group| matrix(group).view.row_bytes() * n_cols).sum());
         let cuts: Vec<_> = groups
             .iter()
             .map(|group| (&order[group.calls.clone()], width(share, &matrix(group).view)))
@@ -344,7 +350,7 @@ impl Core {
             let (g, mut patch) = (down[i].group, lock(&down[i].part));
             let hidden = hidden[g].read().unwrap_or_else(PoisonError::into_inner);
             let every_row = &every_row[..groups[g].calls.len()];
-            let result = self.down(&groups[g], &hidden.acts, every_row, &mut patch);
+            let result = self.down(&groups[g], &hidden.acts, every_row, 0, &mut patch);
             failure.note(gate_up.len() + i, result);
         };
         self.pool.run_phases(&[
@@ -377,17 +383,19 @@ impl Core {
         Ok(())
     }
 
-    /// Phase 3 for some outputs of a group.
+    /// Phase 3 for some outputs of a group: those of the patch, whose first column is output `first`.
     fn down(
         &self,
         group: &Group<'_>,
         acts: &Activations,
         rows: &[u32],
+        first: usize,
         patch: &mut Patch<'_>,
     ) -> Result<(), BlockError> {
-        self.fill_patch(group.down.view, acts, rows, patch)?;
+        self.fill_patch(group.down.view, acts, rows, first, patch)?;
+        let cols = shifted(patch.cols(), first);
         for row in 0..rows.len() {
-            let cols = patch.cols();
+            let cols = cols.clone();
             group.bank.finish_down(group.expert, cols, patch.row(row));
         }
         Ok(())
@@ -425,6 +433,13 @@ fn check_calls(sizes: Sizes, rows: MatrixView<'_, f32>, calls: &[Call]) -> Resul
     match calls.iter().find(|call| call.row as usize >= rows.n_rows()) {
         Some(call) => Err(shape("row of a call", call.row as usize, rows.n_rows())),
         None => Ok(()),
+    }
+}
+
+fn check_cols(cols: &Range<usize>, most: usize) -> Result<(), ExecutorError> {
+    match cols.start < cols.end && cols.end <= most {
+        true => Ok(()),
+        false => Err(shape("last output of a range", cols.end, most)),
     }
 }
 
