@@ -30,9 +30,6 @@ pub(in crate::kernel) struct Avx512(Avx2);
 /// Weight rows that are turned together: the 32-bit lanes of a register.
 const TURNED: usize = 16;
 
-/// From how many activation rows on turning the weights pays.
-const MANY: usize = 5;
-
 /// How many bytes ahead each stream of weights is asked for: one core does not look far enough ahead by itself to keep
 /// the memory busy. The best of a few distances that were tried.
 const AHEAD: usize = 1 << 10;
