@@ -239,7 +239,7 @@ fn what_does_not_fit_is_said_in_a_line_with_both_counts() {
     let grown = run(path, &chat, "Table of 7\nThe expert in the layer\n/clear\nTable of 7\n");
     let said = stderr(&grown);
     assert_eq!(grown.status.code(), Some(2), "{said}");
-    assert!(said.contains("context of 32 tokens: 96.00 KiB of keys and values\n"), "{said}");
+    assert!(said.contains("context of 32 tokens: 48.00 KiB of keys and values\n"), "{said}");
     let refused: Vec<&str> = said.lines().filter(|line| line.contains("the conversation has")).collect();
     assert_eq!(refused.len(), 1, "{said}");
     assert!(

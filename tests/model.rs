@@ -7,7 +7,7 @@ use orkpack::calibrate::{self, Cut};
 use orkpack::executor::{Executor, ExecutorError, Product, Routing, WeightId};
 use orkpack::gguf::GgufFile;
 use orkpack::model::evaluate::{Comparison, FIRST_SCORED, WINDOW, argmax, perplexity};
-use orkpack::model::{ForwardError, Model, ModelError, State, Wanted, forward, forward_traced};
+use orkpack::model::{CacheType, ForwardError, Model, ModelError, State, Wanted, forward, forward_traced};
 use orkpack::tensor::{Dtype, MatrixView, TensorSource, Value};
 use orkpack::units::LayerId;
 
@@ -535,7 +535,7 @@ fn perplexity_is_the_mean_over_the_scored_half_of_each_window() {
     let tokens = tokens(2 * WINDOW + 100);
     let mut told = Vec::new();
     let mut progress = |done, all| told.push((done, all));
-    let ours = perplexity(&model, &mut executor, &tokens, WINDOW, &mut progress).unwrap();
+    let ours = perplexity(&model, &mut executor, CacheType::F32, &tokens, WINDOW, &mut progress).unwrap();
     assert_eq!((ours.n_scored, ours.n_windows), (2 * 255, 2));
 
     let mut nll = 0.0;
@@ -551,10 +551,14 @@ fn perplexity_is_the_mean_over_the_scored_half_of_each_window() {
     }
     assert!((ours.nll - nll / 510.0).abs() < 1e-6, "{} {}", ours.nll, nll / 510.0);
     for micro_batch in [100, 300] {
-        assert_eq!(perplexity(&model, &mut executor, &tokens, micro_batch, &mut progress).unwrap(), ours);
+        assert_eq!(
+            perplexity(&model, &mut executor, CacheType::F32, &tokens, micro_batch, &mut progress).unwrap(),
+            ours
+        );
     }
     assert_eq!(told[..3], [(1, 2), (2, 2), (1, 2)]);
-    let short = perplexity(&model, &mut executor, &tokens[..511], 64, &mut |_, _| {}).unwrap_err();
+    let short =
+        perplexity(&model, &mut executor, CacheType::F32, &tokens[..511], 64, &mut |_, _| {}).unwrap_err();
     assert_eq!(short.to_string(), "the text has 511 tokens; perplexity needs at least 512");
 }
 

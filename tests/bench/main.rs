@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench                                     load, plan, kernels, hits and hot
 //! cargo bench -- kernels                          one part of these
-//! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files
+//! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files, memory
 //! cargo bench -- --model X.orkpack                its hot experts on the software NPU, beside the CPU alone
 //! cargo bench -- --model X.gguf --busy            one thread, by processor time: for a machine that is not idle
 //! ORKPACK_PEER_PYTHON=…/python cargo bench -- …   beside llama.cpp, as that Python's llama-cpp-python has it
@@ -17,6 +17,7 @@ mod hits;
 mod hot;
 mod kernels;
 mod load;
+mod memory;
 mod peer;
 mod plan;
 mod speed;
@@ -46,11 +47,17 @@ fn main() {
     let wanted = |part: &str| parts.is_empty() || parts.iter().any(|wanted| wanted == part);
     if let Some(model) = model {
         if model.extension().is_some_and(|extension| extension == "orkpack") {
+            if wanted("memory") {
+                memory::bench(&model);
+            }
             return hot::of_pack(&model);
         }
         speed::bench(&model, wanted);
         if wanted("files") {
             files::bench(&model);
+        }
+        if wanted("memory") {
+            memory::bench(&model);
         }
         return;
     }
