@@ -285,7 +285,8 @@ fn case_h12_the_logit_error_and_the_first_other_token_are_told_and_do_not_change
         convert(request).unwrap();
     }
     let compare = |pack: &str, threads: &str| -> (Value, Value) {
-        let words = [pack, "-p", "Once upon a time", "-n", "48", "--temp", "0", "--raw", "--json", "--compare"];
+        let words =
+            [pack, "-p", "Once upon a time", "-n", "48", "--temp", "0", "--raw", "--json", "--compare"];
         let text =
             done(&run(ORK_RUN, path, &[&words[..], &["--device", "sim", "--threads", threads]].concat()));
         let mut document: Value = serde_json::from_str(&text).unwrap();

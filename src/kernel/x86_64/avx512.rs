@@ -189,42 +189,50 @@ impl Avx512 {
         to: &mut Output<'_>,
     ) -> usize {
         let (apart, rest) = (o_range.len() / 4, o_range.len() % 4);
-        if apart > 0 {
-            let rows = pointers(weight, o_range.start, apart, 4);
-            // SAFETY: `self` proves that the CPU has the features; `apart` rows follow each other from every pointer.
-            unsafe { streams(product, rows, weight.row_bytes(), apart, (m, at), to) };
-        }
-        if rest > 0 {
-            // SAFETY: as above.
-            let sums = unsafe { product.times(&pointers(weight, o_range.end - rest, 1, rest)) };
-            write(sums, m, at + 4 * apart, rest, to);
+        let whole = Columns { m, at, apart, n: 4 };
+        let left = Columns { m, at: at + 4 * apart, apart: 1, n: rest };
+        for (n_steps, columns) in [(apart, whole), (rest.min(1), left)] {
+            if n_steps > 0 {
+                let rows = pointers(weight, o_range.start + columns.at - at, columns.apart, columns.n);
+                // SAFETY: `self` proves that the CPU has the features; so many rows follow each other from every pointer.
+                unsafe { streams(product, rows, weight.row_bytes(), n_steps, columns, to) };
+            }
         }
         m + A
     }
 }
 
-/// `apart` times four weight rows, each behind the one before it in its stream. Outputs go to rows and columns
-/// `first` and on; those of the streams are `apart` columns apart.
+/// Where the outputs of four weight rows go: to rows `m` and on, `n` columns from `at` on, so far `apart`.
+#[derive(Clone, Copy)]
+struct Columns {
+    m: usize,
+    at: usize,
+    apart: usize,
+    n: usize,
+}
+
+/// `n_steps` times four weight rows, each behind the one before it in its stream.
 ///
 /// # Safety
 ///
 /// So many rows of `row_bytes` are there; the CPU has the features.
+#[inline(never)]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn streams<const A: usize>(
     product: &impl Fours<A>,
     mut rows: [*const u8; 4],
     row_bytes: usize,
-    apart: usize,
-    first: (usize, usize),
+    n_steps: usize,
+    columns: Columns,
     to: &mut Output<'_>,
 ) {
-    let (m, at) = first;
-    for i in 0..apart {
+    let Columns { m, at, apart, n } = columns;
+    for step in 0..n_steps {
         // SAFETY: the caller vouches for the rows.
         let sums = unsafe { product.times(&rows) };
         for a in 0..A {
-            for r in 0..4 {
-                to.out[(m + a) * to.stride + to.first + at + r * apart + i] = sums[a][r];
+            for r in 0..n {
+                to.out[(m + a) * to.stride + to.first + at + r * apart + step] = sums[a][r];
             }
         }
         for row in &mut rows {

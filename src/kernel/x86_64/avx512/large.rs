@@ -486,6 +486,8 @@ impl<T: Block> Loops for Large<T> {
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         // Of each row the sum with d, and, where there are minimums, the one with dmin beside it.
         let mut total = [_mm256_setzero_ps(); A];
+        // A block's sums are put together while the next one is multiplied: what waits for each other lies apart.
+        let mut last = [Products::none(); A];
         for b in 0..n_blocks {
             if A == 1 {
                 prefetch(rows, b * T::BYTES, T::BYTES);
@@ -504,6 +506,11 @@ impl<T: Block> Loops for Large<T> {
                     }
                 }
                 for pair in 0..2 {
+                    if pair == 1 {
+                        for a in 0..A {
+                            total[a] = last[a].add_to::<T>(total[a]);
+                        }
+                    }
                     let mut x = [[_mm512_setzero_si512(); 2]; A];
                     for a in 0..A {
                         let codes = acts.codes[a].add(256 * b);
@@ -522,24 +529,24 @@ impl<T: Block> Loops for Large<T> {
                                 _mm512_add_epi32(sums[a][r], product)
                             } else {
                                 let others = _mm512_dpbusd_epi32(_mm512_setzero_si512(), second, x[a][1]);
-                                _mm512_dpwssd_epi32(sums[a][r], _mm512_packs_epi32(fours, others), own)
+                                dpwssd(sums[a][r], _mm512_packs_epi32(fours, others), own)
                             };
                         }
                     }
                 }
                 let d = if T::MINIMUMS { pairs_of(blocks, T::D) } else { halves_of(blocks, T::D) };
                 for a in 0..A {
-                    let mut sums = _mm512_castsi128_si512(four_sums(quarters(sums[a])));
-                    if T::MINIMUMS {
-                        let low = Self::of_minimums(&heads, acts.sums[a].add(16 * b));
-                        let by_turns = _mm512_setr_epi32(0, 16, 1, 20, 2, 24, 3, 28, 0, 0, 0, 0, 0, 0, 0, 0);
-                        sums = _mm512_permutex2var_epi32(sums, by_turns, low);
-                    }
-                    let dx = _mm256_set1_ps(*acts.scales[a].add(b));
-                    let sums = _mm256_cvtepi32_ps(_mm512_castsi512_si256(sums));
-                    total[a] = _mm256_fmadd_ps(_mm256_mul_ps(d, dx), sums, total[a]);
+                    let low = match T::MINIMUMS {
+                        true => Self::of_minimums(&heads, acts.sums[a].add(16 * b)),
+                        false => _mm512_setzero_si512(),
+                    };
+                    let scale = _mm256_mul_ps(d, _mm256_set1_ps(*acts.scales[a].add(b)));
+                    last[a] = Products { sums: sums[a], low, scale };
                 }
             }
+        }
+        for a in 0..A {
+            total[a] = last[a].add_to::<T>(total[a]);
         }
         let mut out = [[0.0; 4]; A];
         for a in 0..A {
@@ -666,6 +673,39 @@ impl<T: Block> Large<T> {
     }
 }
 
+/// A block of four rows times one activation row.
+#[derive(Clone, Copy)]
+struct Products {
+    /// Of each row, in any lanes.
+    sums: [__m512i; 4],
+    /// The minimums' products: a quarter for each row, all its lanes alike.
+    low: __m512i,
+    /// Of each row what its sum is multiplied with, and, where there are minimums, theirs beside it.
+    scale: __m256,
+}
+
+impl Products {
+    /// Of no block: adds nothing.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn none() -> Products {
+        let zero = _mm512_setzero_si512();
+        Products { sums: [zero; 4], low: zero, scale: _mm256_setzero_ps() }
+    }
+
+    /// Adds them to the sums of the blocks before.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn add_to<T: Block>(self, total: __m256) -> __m256 {
+        let mut sums = _mm512_castsi128_si512(four_sums(quarters(self.sums)));
+        if T::MINIMUMS {
+            let by_turns = _mm512_setr_epi32(0, 16, 1, 20, 2, 24, 3, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+            sums = _mm512_permutex2var_epi32(sums, by_turns, self.low);
+        }
+        _mm256_fmadd_ps(self.scale, _mm256_cvtepi32_ps(_mm512_castsi512_si256(sums)), total)
+    }
+}
+
 impl Turned {
     fn zero() -> Turned {
         // SAFETY: zeros are numbers in every lane.
@@ -731,4 +771,20 @@ unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
     }
     // SAFETY: an array of sixteen is read.
     _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) })
+}
+
+/// Adds products of 16-bit numbers to 32-bit sums, two neighbouring ones each, as `_mm512_dpwssd_epi32` does: the
+/// compiler would make two instructions of it, a product and a sum, which takes longer where many blocks are under way.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn dpwssd(mut sums: __m512i, x: __m512i, y: __m512i) -> __m512i {
+    // SAFETY: the instruction is of the features above, and reads and writes these registers alone.
+    unsafe {
+        std::arch::asm!(
+            "vpdpwssd {0}, {1}, {2}",
+            inout(zmm_reg) sums, in(zmm_reg) x, in(zmm_reg) y,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sums
 }
