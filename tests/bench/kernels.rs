@@ -99,6 +99,12 @@ fn multiply(kernel: Kernel, pool: &Pool, weight: WeightView<'_>, m: usize) -> f6
     })
 }
 
+/// GB/s of a plain read from memory.
+pub fn plain_read(n_threads: usize) -> f64 {
+    let (pool, bytes) = (Pool::new(n_threads), vec![1; BYTES]);
+    median((0..RUNS).map(|_| gigabytes(BYTES, read(&pool, &bytes))).collect())
+}
+
 /// Seconds of reading every byte once, and doing as little as possible with it.
 fn read(pool: &Pool, bytes: &[u8]) -> f64 {
     let pieces: Vec<&[u8]> =

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use orkpack::calibrate;
 use orkpack::executor::cpu::{CpuExecutor, KernelMode};
-use orkpack::model::Model;
+use orkpack::model::{MatrixShape, Model};
 use orkpack::runtime::{Options, Runtime, Session};
 use orkpack::threads::Pool;
 
+use crate::kernels::plain_read;
 use crate::peer::Peer;
 use crate::{median, seconds, spread};
 
@@ -42,6 +43,7 @@ pub fn bench(path: &Path, wanted: impl Fn(&str) -> bool) {
                 |session, tokens| decode(session, 1, tokens),
                 &["decode", "64"],
             );
+            side.bandwidth();
         }
         for (name, n) in [("pp64", 64), ("pp512", 512)] {
             if wanted("prefill") {
@@ -70,6 +72,37 @@ struct Side<'a> {
 }
 
 impl Side<'_> {
+    /// Prints how fast decoding reads weights, beside a plain read of memory in the same run.
+    fn bandwidth(&self) {
+        let shape = self.runtime.model().shape();
+        let of_expert = |matrices: &[MatrixShape; 3]| matrices.iter().map(|matrix| matrix.bytes).sum::<u64>();
+        let routed: f64 = shape
+            .moe_layers
+            .iter()
+            .map(|layer| {
+                let bytes: u64 = layer.experts.iter().map(of_expert).sum();
+                bytes as f64 * layer.n_used as f64 / layer.n_expert() as f64
+            })
+            .sum();
+        let bytes = shape.dense_bytes as f64 + routed;
+        let n_threads = self.runtime.n_threads();
+        let tokens = tokens(self.runtime.model());
+        let engine = self.runtime.reference().expect("an engine");
+        let mut session = Session::new(self.runtime, engine, self.n_ctx, 512);
+        let (mut ours, mut plain) = (Vec::new(), Vec::new());
+        for _ in 0..RUNS {
+            ours.push(bytes * DECODED as f64 / decode(&mut session, 1, &tokens) / 1e9);
+            plain.push(plain_read(n_threads));
+        }
+        let share = 100.0 * median(ours.clone()) / median(plain.clone());
+        println!(
+            "  weights          {n_threads} threads  {:>24} GB/s at {:.0} MB a token; plain read {:>24} GB/s; {share:.0} %",
+            spread(&ours),
+            bytes / 1e6,
+            spread(&plain)
+        );
+    }
+
     /// Prints tokens per second of `n` tokens, ours and the peer's, after a run of each that does not count, unless it
     /// is the only one.
     fn compare(
