@@ -25,6 +25,8 @@
 //! Where there are lanes the result is their sum, halves folded onto each other: `lane[l] += lane[l + 8]` for
 //! l < 8, then 4, 2, 1.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 mod activations;
 mod naive;
 mod portable;
@@ -50,6 +52,12 @@ pub enum Path {
     Naive,
     /// Plain loops that compilers vectorise, for every machine.
     Portable,
+    /// AArch64 with NEON, as every such CPU.
+    Neon,
+    /// AArch64 with the byte dot product (Cortex-A55, A76 and later).
+    NeonDot,
+    /// AArch64 with byte matrix products (i8mm) as well.
+    NeonI8mm,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
     /// x86-64 with AVX-512 and its byte dot product (VNNI).
@@ -58,7 +66,8 @@ pub enum Path {
 
 impl Path {
     /// Every path, the plainest first.
-    pub const ALL: [Path; 4] = [Path::Naive, Path::Portable, Path::Avx2, Path::Avx512];
+    pub const ALL: [Path; 7] =
+        [Path::Naive, Path::Portable, Path::Neon, Path::NeonDot, Path::NeonI8mm, Path::Avx2, Path::Avx512];
 }
 
 /// An implementation that this machine can run.
@@ -70,6 +79,8 @@ pub struct Kernel(Chosen);
 enum Chosen {
     Naive,
     Portable,
+    #[cfg(target_arch = "aarch64")]
+    Neon(aarch64::Cpu),
     #[cfg(target_arch = "x86_64")]
     Avx2(x86_64::Avx2),
     #[cfg(target_arch = "x86_64")]
@@ -88,6 +99,12 @@ impl Kernel {
         match path {
             Path::Naive => Some(Kernel(Chosen::Naive)),
             Path::Portable => Some(Kernel(Chosen::Portable)),
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon | Path::NeonDot | Path::NeonI8mm => {
+                Some(Kernel(Chosen::Neon(aarch64::Cpu::with_path(path)?)))
+            }
+            #[cfg(not(target_arch = "aarch64"))]
+            Path::Neon | Path::NeonDot | Path::NeonI8mm => None,
             #[cfg(target_arch = "x86_64")]
             Path::Avx2 => Some(Kernel(Chosen::Avx2(x86_64::Avx2::detect()?))),
             #[cfg(target_arch = "x86_64")]
@@ -102,6 +119,8 @@ impl Kernel {
         match self.0 {
             Chosen::Naive => Path::Naive,
             Chosen::Portable => Path::Portable,
+            #[cfg(target_arch = "aarch64")]
+            Chosen::Neon(cpu) => cpu.path(),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(_) => Path::Avx2,
             #[cfg(target_arch = "x86_64")]
@@ -155,6 +174,8 @@ impl Kernel {
         match self.0 {
             Chosen::Naive => drive(naive::Dot(weight.dtype()), weight, o_range, acts, rows, to),
             Chosen::Portable => portable::multiply(weight, o_range, acts, rows, to),
+            #[cfg(target_arch = "aarch64")]
+            Chosen::Neon(cpu) => cpu.multiply(weight, o_range, acts, rows, to),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => cpu.multiply(weight, o_range, acts, rows, to),
             #[cfg(target_arch = "x86_64")]
@@ -207,6 +228,8 @@ impl Kernel {
         match self.0 {
             Chosen::Naive => naive::int8_tiles(tiles, k, n, rows, out),
             Chosen::Portable => tiles::drive(portable::Strips, tiles, rows, out),
+            #[cfg(target_arch = "aarch64")]
+            Chosen::Neon(cpu) => tiles::drive(cpu, tiles, rows, out),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => tiles::drive(cpu, tiles, rows, out),
             #[cfg(target_arch = "x86_64")]

@@ -22,11 +22,11 @@ const TYPES: [(Dtype, &[usize]); 14] = [
     (Dtype::F32, &[1, 8, 15, 16, 17, 100]),
     (Dtype::F16, &[1, 8, 15, 16, 17, 100]),
     (Dtype::BF16, &[1, 8, 15, 16, 17, 100]),
-    (Dtype::Q8_0, &[32, 64, 96, 256]),
-    (Dtype::Q4_0, &[32, 64, 96, 256]),
-    (Dtype::Q5_0, &[32, 64, 96, 256]),
-    (Dtype::IQ4_NL, &[32, 64, 96, 256]),
-    (Dtype::MXFP4, &[32, 64, 96, 256]),
+    (Dtype::Q8_0, &[32, 64, 96, 256, 544]),
+    (Dtype::Q4_0, &[32, 64, 96, 256, 544]),
+    (Dtype::Q5_0, &[32, 64, 96, 256, 544]),
+    (Dtype::IQ4_NL, &[32, 64, 96, 256, 544]),
+    (Dtype::MXFP4, &[32, 64, 96, 256, 544]),
     (Dtype::Q2_K, &[256, 512, 768, 2048]),
     (Dtype::Q3_K, &[256, 512, 768, 2048]),
     (Dtype::IQ4_XS, &[256, 512, 768, 2048]),
@@ -113,6 +113,31 @@ fn multiply(kernel: Kernel, form: Form, weight: WeightView<'_>, rows: &[f32]) ->
 
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn the_fastest_path_is_the_one_that_the_processor_has() {
+    #[cfg(target_arch = "aarch64")]
+    let expected = match (
+        std::arch::is_aarch64_feature_detected!("i8mm"),
+        std::arch::is_aarch64_feature_detected!("dotprod"),
+    ) {
+        (true, true) => Path::NeonI8mm,
+        (false, true) => Path::NeonDot,
+        _ => Path::Neon,
+    };
+    #[cfg(target_arch = "x86_64")]
+    let expected = match (
+        std::arch::is_x86_feature_detected!("avx512vnni"),
+        std::arch::is_x86_feature_detected!("avx2"),
+    ) {
+        (true, true) => Path::Avx512,
+        (false, true) => Path::Avx2,
+        _ => Path::Portable,
+    };
+    #[cfg(not(any(target_arch = "aarch64", target_arch = "x86_64")))]
+    let expected = Path::Portable;
+    assert_eq!(Kernel::detect().path(), expected);
 }
 
 #[test]

@@ -231,8 +231,9 @@ fn quantize_row(kernel: Kernel, form: Form, values: &[f32], codes: &mut [i8], sc
         (Chosen::Avx512(cpu), Form::Q8x256) => cpu.avx2().quantize::<256>(values, codes, scales),
         #[cfg(target_arch = "x86_64")]
         (Chosen::Avx512(cpu), _) => cpu.avx2().quantize::<32>(values, codes, scales),
-        (Chosen::Portable, Form::Q8x256) => quantize_blocks::<256>(values, codes, scales),
-        (Chosen::Portable, _) => quantize_blocks::<32>(values, codes, scales),
+        // Whatever belongs to the target, NEON for one, these are compiled for.
+        (_, Form::Q8x256) => quantize_blocks::<256>(values, codes, scales),
+        _ => quantize_blocks::<32>(values, codes, scales),
     }
 }
 

@@ -17,7 +17,9 @@ use super::{Output, RowDot, drive};
 use crate::tensor::{Dtype, WeightView};
 use blocks::Block256;
 #[cfg(target_arch = "x86_64")]
-pub(super) use blocks::{six_bit_words, six_bits_iq4_xs, six_bits_q3_k};
+pub(super) use blocks::six_bit_words;
+#[cfg(any(target_arch = "aarch64", target_arch = "x86_64"))]
+pub(super) use blocks::{six_bits_iq4_xs, six_bits_q3_k};
 
 /// See [`super::Kernel::multiply`].
 pub(super) fn multiply(

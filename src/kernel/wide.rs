@@ -16,6 +16,9 @@ impl Kernel {
     pub fn widely(self, work: impl Loops) {
         match self.0 {
             Chosen::Naive | Chosen::Portable => work.run(),
+            // NEON belongs to the target: every loop is compiled for it.
+            #[cfg(target_arch = "aarch64")]
+            Chosen::Neon(_) => work.run(),
             #[cfg(target_arch = "x86_64")]
             Chosen::Avx2(cpu) => cpu.widely(work),
             #[cfg(target_arch = "x86_64")]
