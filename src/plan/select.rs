@@ -248,12 +248,29 @@ impl<'a> Choices<'a> {
     }
 }
 
-/// A state with what it takes of the budget and what it is worth.
+/// A state with what it takes of the budget and what it is worth; short, as there are thousands for each layer.
 #[derive(Clone, Copy, Debug)]
 struct Point {
-    units: u32,
     value: f64,
-    state: State,
+    units: u32,
+    gate_up: u32,
+    down: u32,
+    split: Split,
+}
+
+impl Point {
+    /// Worth less than any other.
+    const NONE: Point =
+        Point { value: f64::NEG_INFINITY, units: 0, gate_up: 0, down: 0, split: Split::Experts };
+
+    fn new(state: State, units: u32, value: f64) -> Point {
+        let State { split, gate_up, down } = state;
+        Point { value, units, gate_up: gate_up as u32, down: down as u32, split }
+    }
+
+    fn state(self) -> State {
+        State { split: self.split, gate_up: self.gate_up as usize, down: self.down as usize }
+    }
 }
 
 /// The states that none beats with as few units, by units; at the front the one that the user demands.
@@ -267,17 +284,17 @@ fn front(choice: &Choices<'_>, weights: Weights, unit: u64, most_units: u64) -> 
         _ => (choice.bytes_of(state) - base).div_ceil(unit),
     };
     let length = units(choice.most).min(most_units) as usize + 1;
-    let mut best: Vec<Option<Point>> = vec![None; length];
+    let mut best = vec![Point::NONE; length];
     let step = choice.model.n_expert().div_ceil(FINE).max(1);
     choice.states(weights, step, &mut |state, value| {
         let at = units(state);
         let Some(slot) = best.get_mut(at as usize) else { return };
-        if slot.is_none_or(|known| value > known.value) {
-            *slot = Some(Point { units: at as u32, value, state });
+        if value > slot.value {
+            *slot = Point::new(state, at as u32, value);
         }
     });
-    let mut front: Vec<Point> = vec![Point { units: 0, value: 0.0, state: choice.base }];
-    for point in best.into_iter().flatten() {
+    let mut front = vec![Point::new(choice.base, 0, 0.0)];
+    for point in best {
         // What differs by less is rounding.
         if front.last().is_some_and(|last| point.value > last.value + 1e-13) {
             front.push(point);
@@ -361,7 +378,8 @@ impl Fronts {
     pub fn select(&self, budget: u64) -> Selection {
         let units = (budget.saturating_sub(self.base) / self.unit).min(self.most_units);
         let (price, climbed) = self.climb(units);
-        let chosen = |at: &[usize]| at.iter().zip(&self.fronts).map(|(&at, front)| front[at].state).collect();
+        let chosen =
+            |at: &[usize]| at.iter().zip(&self.fronts).map(|(&at, front)| front[at].state()).collect();
         let at_price = |point: &Point| point.value - price * f64::from(point.units);
         // Most that each layer can add at this price, and all layers from each one on.
         let most = |front: &Vec<Point>| front.iter().map(at_price).fold(f64::NEG_INFINITY, f64::max);
@@ -463,14 +481,17 @@ fn combine(
         kept.sort_unstable();
     }
     let all = kept.len() == ways.len();
-    let mut best: Vec<Option<Filled>> = vec![None; most_units as usize + 1];
+    // No way is longer than the longest so far and the longest point.
+    let longest = ways.last().map_or(0, |way| way.units) + front.last().map_or(0, |point| point.units);
+    let none = Filled { units: 0, value: f64::NEG_INFINITY, from: 0, point: 0 };
+    let mut best = vec![none; most_units.min(u64::from(longest)) as usize + 1];
     for from in kept {
         let way = ways[from as usize];
         for &&(point, Point { units, value, .. }) in &points {
             let (units, value) = (way.units + units, way.value + value);
             let Some(slot) = best.get_mut(units as usize) else { break };
-            if value - price * f64::from(units) >= least_way && slot.is_none_or(|known| value > known.value) {
-                *slot = Some(Filled { units, value, from, point });
+            if value - price * f64::from(units) >= least_way && value > slot.value {
+                *slot = Filled { units, value, from, point };
             }
         }
     }
@@ -480,7 +501,7 @@ fn combine(
         least = least.max(way.value);
         gains
     };
-    (best.into_iter().flatten().filter(gains).collect(), all)
+    (best.into_iter().filter(gains).collect(), all)
 }
 
 /// The greatest number of bytes that divides every size compared with a budget; 0 where nothing can be resident.

@@ -6,14 +6,22 @@ use std::time::Duration;
 
 use orkpack::units::Bytes;
 
-/// Tokens of the prompt, generated ones, and the context.
-const SIZES: [&str; 3] = ["512", "64", "640"];
+/// Tokens of the prompt.
+const PROMPTS: [&str; 2] = ["1", "512"];
+
+/// Generated tokens, and the context.
+const SIZES: [&str; 2] = ["64", "640"];
 
 /// What is wanted beyond keys and values and the hot area.
 const WANTED: u64 = 150_000_000;
 
 pub fn bench(model: &Path) {
-    let [pp, tg, n_ctx] = SIZES;
+    PROMPTS.iter().for_each(|pp| after(model, pp));
+}
+
+/// Generates after a prompt of `pp` tokens.
+fn after(model: &Path, pp: &str) {
+    let [tg, n_ctx] = SIZES;
     let mut run = Command::new(env!("CARGO_BIN_EXE_ork-run"))
         .arg(model)
         .args(["--bench", "--reps", "1", "--json", "--pp", pp, "--tg", tg, "-c", n_ctx])
@@ -33,7 +41,8 @@ pub fn bench(model: &Path) {
     let context = bytes(&run["context"]["kv_bytes"]) + bytes(&run["context"]["state_bytes"]);
     let hot = bytes(&run["device"]["weight_bytes"]) + bytes(&run["device"]["scratch_bytes"]);
     println!(
-        "  memory: {} anonymous at the peak (measured here); context of {n_ctx} {}, hot area {}; {} beyond these, wanted: {}",
+        "  memory: {} anonymous at the peak, prompt of {pp} (measured here); context of {n_ctx} {}, hot area {}; {} beyond \
+         these, wanted: {}",
         Bytes(peak),
         Bytes(context),
         Bytes(hot),
