@@ -13,7 +13,7 @@
 use rayon::prelude::*;
 
 use super::document::Shares;
-use super::layer::{Curves, LayerModel};
+use super::layer::{Curves, LayerModel, Phases};
 use super::rows::RowStep;
 use super::state::{Split, State};
 
@@ -158,7 +158,7 @@ impl<'a> Choices<'a> {
     }
 
     /// Calls `visit` with states and what each is worth; see [`Choices::expert_states`] for `step`.
-    fn states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
+    fn states(&self, weights: Weights, step: usize, visit: &mut impl FnMut(State, f64)) {
         if self.by_experts {
             self.expert_states(weights, step, visit);
         }
@@ -169,7 +169,7 @@ impl<'a> Choices<'a> {
     }
 
     /// Every pair of steps of rows. What is all of a phase is the same as all experts, and left to these.
-    fn row_states(&self, weights: Weights, visit: &mut dyn FnMut(State, f64)) {
+    fn row_states(&self, weights: Weights, visit: &mut impl FnMut(State, f64)) {
         let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)];
         let (gate_up, down) = (self.row_bytes.0.len() - 1, self.row_bytes.1.len() - 1);
         for g in 0..=gate_up {
@@ -191,29 +191,18 @@ impl<'a> Choices<'a> {
 
     /// Calls `visit` with states of experts: every one, or where `step` is above 1 those with equal numbers, those with
     /// no more of one of the two than the user demands, and every so many beside.
-    fn expert_states(&self, weights: Weights, step: usize, visit: &mut dyn FnMut(State, f64)) {
+    fn expert_states(&self, weights: Weights, step: usize, visit: &mut impl FnMut(State, f64)) {
         let base = self.base_items();
-        // The regimes that count: weight, curves, and the least cost of a cut of whole experts, up to so many.
-        let regimes = [(weights.decode, self.decode), (weights.prefill, self.prefill)].into_iter();
-        let with_whole = |(weight, curves): (f64, &'a Curves)| {
+        // Of both regimes the least cost of a cut of whole experts, up to so many.
+        let whole = [self.decode, self.prefill].map(|curves| -> Vec<f64> {
             let mut least = f64::INFINITY;
             let cost = |n: usize| {
                 least = if n < base { least } else { curves.experts.at(n, n).min(least) };
                 least
             };
-            let whole: Vec<f64> = (0..=self.most.gate_up.min(self.most.down)).map(cost).collect();
-            (weight, curves, whole)
-        };
-        let regimes: Vec<_> = regimes.filter(|(weight, _)| *weight > 0.0).map(with_whole).collect();
-        let mut worth = |state: State, beyond: &[f64]| {
-            let saved = |((weight, curves, whole), beyond): (&(f64, &Curves, Vec<f64>), &f64)| {
-                weight * (curves.of(self.base) - beyond.min(whole[state.gate_up.min(state.down)]))
-            };
-            let saved: f64 = regimes.iter().zip(beyond).map(saved).sum();
-            let hits = if weights.hits > 0.0 { weights.hits * self.hits(state) } else { 0.0 };
-            visit(state, saved + hits);
-        };
-        let mut beyond = vec![f64::INFINITY; regimes.len()];
+            (0..=self.most.gate_up.min(self.most.down)).map(cost).collect()
+        });
+        let sides = [(weights.decode, self.decode, &whole[0]), (weights.prefill, self.prefill, &whole[1])];
         // As many gates as downs or more, then fewer.
         for more_gates in [true, false] {
             let split = |State { gate_up, down, .. }: State| {
@@ -221,17 +210,27 @@ impl<'a> Choices<'a> {
             };
             let ((short_base, long_base), (most_short, most_long)) = (split(self.base), split(self.most));
             for short in short_base..=most_short {
-                beyond.fill(f64::INFINITY);
+                // What of either regime does not change on the way.
+                let lines = sides.map(|(weight, curves, whole)| {
+                    let Phases { gate_up, down } = &curves.experts;
+                    let (short_curve, long) = if more_gates { (down, gate_up) } else { (gate_up, down) };
+                    let limit = whole.get(short).copied().unwrap_or(f64::INFINITY);
+                    Line { weight, base: curves.of(self.base), short: short_curve[short], long, limit }
+                });
+                let mut beyond = [f64::INFINITY; 2];
                 let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
                 for long in first..=most_long {
-                    let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
-                    let state = State::experts(gate_up, down);
-                    for (least, (_, curves, _)) in beyond.iter_mut().zip(&regimes) {
-                        *least = least.min(curves.experts.at(gate_up, down));
+                    let mut worth = 0.0;
+                    for (least, line) in beyond.iter_mut().zip(&lines) {
+                        *least = least.min(line.short + line.long[long]);
+                        worth += line.weight * (line.base - least.min(line.limit));
                     }
                     let between = long != first && short != short_base;
                     if !between || (short.is_multiple_of(step) && long.is_multiple_of(step)) {
-                        worth(state, &beyond);
+                        let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
+                        let state = State::experts(gate_up, down);
+                        let hits = if weights.hits > 0.0 { weights.hits * self.hits(state) } else { 0.0 };
+                        visit(state, worth + hits);
                     }
                 }
             }
@@ -248,6 +247,19 @@ impl<'a> Choices<'a> {
     }
 }
 
+/// States of one regime with one number in common: what they save is `base` less the cost of the best cut.
+struct Line<'a> {
+    weight: f64,
+    /// Cost of what the user demands.
+    base: f64,
+    /// Cost of the phase with the number in common.
+    short: f64,
+    /// Costs of the other phase.
+    long: &'a [f64],
+    /// Cost of the best cut of whole experts.
+    limit: f64,
+}
+
 /// A state with what it takes of the budget and what it is worth; short, as there are thousands for each layer.
 #[derive(Clone, Copy, Debug)]
 struct Point {
@@ -259,10 +271,6 @@ struct Point {
 }
 
 impl Point {
-    /// Worth less than any other.
-    const NONE: Point =
-        Point { value: f64::NEG_INFINITY, units: 0, gate_up: 0, down: 0, split: Split::Experts };
-
     fn new(state: State, units: u32, value: f64) -> Point {
         let State { split, gate_up, down } = state;
         Point { value, units, gate_up: gate_up as u32, down: down as u32, split }
@@ -271,6 +279,16 @@ impl Point {
     fn state(self) -> State {
         State { split: self.split, gate_up: self.gate_up as usize, down: self.down as usize }
     }
+}
+
+/// A state as one number.
+fn packed(State { split, gate_up, down }: State) -> u64 {
+    u64::from(split == Split::Rows) << 63 | (gate_up as u64) << 32 | down as u64
+}
+
+fn unpacked(state: u64) -> State {
+    let split = if state >> 63 == 1 { Split::Rows } else { Split::Experts };
+    State { split, gate_up: (state >> 32 & 0x7fff_ffff) as usize, down: (state & 0xffff_ffff) as usize }
 }
 
 /// The states that none beats with as few units, by units; at the front the one that the user demands.
@@ -284,20 +302,22 @@ fn front(choice: &Choices<'_>, weights: Weights, unit: u64, most_units: u64) -> 
         _ => (choice.bytes_of(state) - base).div_ceil(unit),
     };
     let length = units(choice.most).min(most_units) as usize + 1;
-    let mut best = vec![Point::NONE; length];
+    // Most states are worth less than one that was seen: values alone are short enough for the second cache.
+    let (mut values, mut best) = (vec![f64::NEG_INFINITY; length], vec![0u64; length]);
     let step = choice.model.n_expert().div_ceil(FINE).max(1);
     choice.states(weights, step, &mut |state, value| {
         let at = units(state);
-        let Some(slot) = best.get_mut(at as usize) else { return };
-        if value > slot.value {
-            *slot = Point::new(state, at as u32, value);
+        let Some(known) = values.get_mut(at as usize) else { return };
+        if value > *known {
+            *known = value;
+            best[at as usize] = packed(state);
         }
     });
     let mut front = vec![Point::new(choice.base, 0, 0.0)];
-    for point in best {
+    for ((units, value), state) in (0..).zip(values).zip(best) {
         // What differs by less is rounding.
-        if front.last().is_some_and(|last| point.value > last.value + 1e-13) {
-            front.push(point);
+        if front.last().is_some_and(|last| value > last.value + 1e-13) {
+            front.push(Point::new(unpacked(state), units, value));
         }
     }
     front
