@@ -23,8 +23,9 @@ mod state;
 mod sweep;
 mod times;
 
-use std::rc::Rc;
+use std::sync::Arc;
 
+use rayon::prelude::*;
 use thiserror::Error;
 
 pub use capacity::{Capacity, Fit, capacity};
@@ -413,8 +414,8 @@ fn cases(request: &PlanRequest<'_>, forced: &[Vec<u32>]) -> Result<Vec<Case>, Pl
     for (bound, end) in Case::ENDS {
         let counted = cases.first().filter(|_| matches!(request.routing, Routing::Measured(_)));
         let models = match counted {
-            Some(case) => Rc::clone(&case.models),
-            None => Rc::new(models(request, forced, end)?),
+            Some(case) => Arc::clone(&case.models),
+            None => Arc::new(models(request, forced, end)?),
         };
         cases.push(Case::new(request.profile, bound, models));
     }
@@ -449,7 +450,7 @@ fn cuts(request: &PlanRequest<'_>, likely: &Case, hot: &[Vec<Hot>; 2]) -> Vec<Cu
     let cold: Vec<Hot> = prefill.iter().map(|hot| hot.cold()).collect();
     let gains = |tokens: u32| {
         let curves: Vec<Curves> =
-            likely.models.iter().map(|model| model.batch(&likely.rates, tokens)).collect();
+            likely.models.par_iter().map(|model| model.batch(&likely.rates, tokens)).collect();
         let seconds = |hot: &[Hot]| forecast::seconds(request.shape, &likely.rates, tokens, &curves, hot);
         seconds(prefill) < seconds(&cold)
     };

@@ -1,7 +1,7 @@
 //! What a plan is expected to give: speeds as ranges, hit rates with intervals, and the verdict.
 
 use std::borrow::Cow;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
@@ -23,7 +23,7 @@ use crate::tensor::Projection;
 pub(super) struct Case {
     pub rates: Rates,
     /// The layers, best experts first; the same for all cases where routing was counted.
-    pub models: Rc<Vec<LayerModel>>,
+    pub models: Arc<Vec<LayerModel>>,
     /// Their costs for one token.
     pub decode: Vec<Curves>,
     /// Their costs for a prompt of [`PROMPT_TOKENS`].
@@ -51,7 +51,7 @@ impl Case {
     pub const ENDS: [(Bound, SkewEnd); 3] =
         [(Bound::Slow, SkewEnd::Low), (Bound::Likely, SkewEnd::Value), (Bound::Fast, SkewEnd::High)];
 
-    pub fn new(profile: &DeviceProfile, bound: Bound, models: Rc<Vec<LayerModel>>) -> Case {
+    pub fn new(profile: &DeviceProfile, bound: Bound, models: Arc<Vec<LayerModel>>) -> Case {
         let rates = Rates::of(profile, bound);
         let disk = &profile.rates.disk_bytes_per_s;
         let disk_bytes = match bound {
@@ -77,7 +77,7 @@ impl Case {
         match tokens {
             1 => Cow::Borrowed(&self.decode),
             PROMPT_TOKENS => Cow::Borrowed(&self.prefill),
-            _ => self.models.iter().map(|model| model.batch(&self.rates, tokens)).collect(),
+            _ => Cow::Owned(self.models.par_iter().map(|model| model.batch(&self.rates, tokens)).collect()),
         }
     }
 }
@@ -119,7 +119,7 @@ pub(super) fn forecast(
         let planned = memory.npu_bytes + memory.scratch_bytes;
         [speed(&cold, 0), speed(hot, planned), speed(&all, bytes_of_all(case))]
     };
-    let speeds: Vec<[f64; 3]> = cases.iter().map(speeds).collect();
+    let speeds: Vec<[f64; 3]> = cases.par_iter().map(speeds).collect();
     let range = |i: usize| range_of(&speeds.iter().map(|speeds| speeds[i]).collect::<Vec<_>>());
     let gains: Vec<f64> = speeds.iter().map(|speeds| speeds[1] / speeds[0]).collect();
     Forecast {

@@ -32,11 +32,18 @@ impl Paging {
         let dense = request.shape.dense_bytes as f64;
         // Of what the CPU reads: bytes, and the logarithm of the probability that a pass does not use it.
         let mut used: Vec<(f64, f64)> = Vec::new();
+        // The same of all layers' experts at each place of the ranking, taken for one: bytes, and bytes times logarithm.
+        let mut places: Vec<(f64, f64)> = Vec::new();
         for (model, hot) in case.models.iter().zip(hot) {
+            places.resize(places.len().max(model.n_expert()), (0.0, 0.0));
             for (at, [gate, up, down]) in model.source_bytes().iter().enumerate() {
                 let (cold_gate_up, cold_down) = model.cold_shares(hot.state, at);
                 let bytes = cold_gate_up * (gate + up) + cold_down * down;
-                used.push((bytes, f64::from(tokens) * model.log_unused[at]));
+                if bytes > 0.0 {
+                    let unused = f64::from(tokens) * model.log_unused[at];
+                    used.push((bytes, unused));
+                    places[at] = (places[at].0 + bytes, places[at].1 + bytes * unused);
+                }
             }
         }
         let all: f64 = used.iter().map(|(bytes, _)| bytes).sum();
@@ -48,8 +55,16 @@ impl Paging {
         if dense >= self.room {
             return dense - self.room + missed(0.0);
         }
-        // Newton's method: what is found grows with t, less and less, so that from 0 on it never passes the solution.
-        let mut t = 0.0;
+        // Less of what is used unevenly is found than of its mean: the solution for the means comes before the other.
+        let places =
+            places.iter().filter(|(bytes, _)| *bytes > 0.0).map(|&(bytes, sum)| (bytes, sum / bytes));
+        let near = self.fill(dense, &places.collect::<Vec<_>>(), 0.0);
+        missed(self.fill(dense, &used, near))
+    }
+
+    /// The t at which what is found fills the memory, by Newton's method: what is found grows with t, less and less, so
+    /// that from any t before the solution on it never passes it.
+    fn fill(&self, dense: f64, used: &[(f64, f64)], mut t: f64) -> f64 {
         for _ in 0..64 {
             let (found, slope) = used.iter().fold((dense, 0.0), |(found, slope), &(bytes, a)| {
                 let not = bytes * (a * t).exp();
@@ -61,6 +76,6 @@ impl Paging {
             }
             t += step;
         }
-        missed(t)
+        t
     }
 }

@@ -210,27 +210,31 @@ impl<'a> Choices<'a> {
             };
             let ((short_base, long_base), (most_short, most_long)) = (split(self.base), split(self.most));
             for short in short_base..=most_short {
-                // What of either regime does not change on the way.
-                let lines = sides.map(|(weight, curves, whole)| {
+                let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
+                // Of either regime the costs further on, and the least so far: at first that of a cut of whole experts.
+                let [decode, prefill] = sides.map(|(weight, curves, whole)| {
                     let Phases { gate_up, down } = &curves.experts;
                     let (short_curve, long) = if more_gates { (down, gate_up) } else { (gate_up, down) };
-                    let limit = whole.get(short).copied().unwrap_or(f64::INFINITY);
-                    Line { weight, base: curves.of(self.base), short: short_curve[short], long, limit }
+                    let least = whole.get(short).copied().unwrap_or(f64::INFINITY);
+                    let costs = long.get(first..=most_long).unwrap_or_default();
+                    (Line { weight, base: curves.of(self.base), short: short_curve[short], least }, costs)
                 });
-                let mut beyond = [f64::INFINITY; 2];
-                let first = short.max(long_base) + usize::from(!more_gates && short >= long_base);
-                for long in first..=most_long {
-                    let mut worth = 0.0;
-                    for (least, line) in beyond.iter_mut().zip(&lines) {
-                        *least = least.min(line.short + line.long[long]);
-                        worth += line.weight * (line.base - least.min(line.limit));
+                let ((mut decode, decode_costs), (mut prefill, prefill_costs)) = (decode, prefill);
+                let mut last = f64::NEG_INFINITY;
+                for (long, (of_decode, of_prefill)) in (first..).zip(decode_costs.iter().zip(prefill_costs)) {
+                    let mut worth = decode.saved(*of_decode) + prefill.saved(*of_prefill);
+                    let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
+                    let state = State::experts(gate_up, down);
+                    if weights.hits > 0.0 {
+                        worth += weights.hits * self.hits(state);
                     }
-                    let between = long != first && short != short_base;
-                    if !between || (short.is_multiple_of(step) && long.is_multiple_of(step)) {
-                        let (gate_up, down) = if more_gates { (long, short) } else { (short, long) };
-                        let state = State::experts(gate_up, down);
-                        let hits = if weights.hits > 0.0 { weights.hits * self.hits(state) } else { 0.0 };
-                        visit(state, worth + hits);
+                    // More that saves nothing is of no use.
+                    if worth > last {
+                        last = worth;
+                        let every = step == 1 || (short.is_multiple_of(step) && long.is_multiple_of(step));
+                        if every || long == first || short == short_base {
+                            visit(state, worth);
+                        }
                     }
                 }
             }
@@ -248,16 +252,23 @@ impl<'a> Choices<'a> {
 }
 
 /// States of one regime with one number in common: what they save is `base` less the cost of the best cut.
-struct Line<'a> {
+struct Line {
     weight: f64,
     /// Cost of what the user demands.
     base: f64,
     /// Cost of the phase with the number in common.
     short: f64,
-    /// Costs of the other phase.
-    long: &'a [f64],
-    /// Cost of the best cut of whole experts.
-    limit: f64,
+    /// Cost of the best cut so far.
+    least: f64,
+}
+
+impl Line {
+    /// What is saved when the other phase may cost so much too, times the regime's weight.
+    #[inline]
+    fn saved(&mut self, long: f64) -> f64 {
+        self.least = self.least.min(self.short + long);
+        self.weight * (self.base - self.least)
+    }
 }
 
 /// A state with what it takes of the budget and what it is worth; short, as there are thousands for each layer.

@@ -1,5 +1,7 @@
 //! Decides for one budget after the other: which regimes count, what is selected for them, how far down each goes.
 
+use rayon::prelude::*;
+
 use super::document::{MemoryAccount, Objective, Regime};
 use super::forecast::{self, Case, Hot};
 use super::paging::{self, Paging};
@@ -238,7 +240,9 @@ impl<'p> Selector<'p> {
         let fitting = self.account(1).ram_bytes.saturating_sub(beside) / self.layers.len().max(1) as u64;
         let tried =
             (0..=budget / step).map(|i| i * step).chain(Some(fitting).filter(|bytes| *bytes <= budget));
-        let tried: Vec<(u64, [f64; 2])> = tried.map(|bytes| (bytes, self.within(bytes))).collect();
+        let tried: Vec<u64> = tried.collect();
+        self.weigh(&tried);
+        let tried: Vec<(u64, [f64; 2])> = tried.iter().map(|&bytes| (bytes, self.within(bytes))).collect();
         // One regime must not pay for the other: none may be slower than with nothing resident.
         let cold = self.within(0);
         let tried = tried.iter().filter(|(_, now)| now.iter().zip(&cold).all(|(now, cold)| now <= cold));
@@ -247,15 +251,20 @@ impl<'p> Selector<'p> {
         best.map_or(budget, |(bytes, _)| *bytes)
     }
 
+    /// Computes the seconds of both regimes with so many bytes of the window, for each of these that is not known.
+    fn weigh(&mut self, tried: &[u64]) {
+        let known = |bytes: &u64| self.with_disk.iter().any(|(known, _)| known == bytes);
+        let new: Vec<u64> = tried.iter().copied().filter(|bytes| !known(bytes)).collect();
+        let selected: Vec<Selected<'p>> = new.iter().map(|&bytes| self.select_within(bytes)).collect();
+        let seconds: Vec<[f64; 2]> =
+            selected.par_iter().map(|selected| self.seconds_with_disk(selected)).collect();
+        self.with_disk.extend(new.into_iter().zip(seconds));
+    }
+
     /// Seconds of both regimes with so many bytes of the window, computed once.
     fn within(&mut self, bytes: u64) -> [f64; 2] {
-        if let Some((_, seconds)) = self.with_disk.iter().find(|(known, _)| *known == bytes) {
-            return *seconds;
-        }
-        let selected = self.select_within(bytes);
-        let seconds = self.seconds_with_disk(&selected);
-        self.with_disk.push((bytes, seconds));
-        seconds
+        self.weigh(&[bytes]);
+        self.with_disk.iter().find(|(known, _)| *known == bytes).map_or([0.0; 2], |(_, seconds)| *seconds)
     }
 
     /// The memory account with copies of so many bytes, all of the scratch counted.

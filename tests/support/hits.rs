@@ -26,6 +26,15 @@ pub const KINDS: [&str; 4] = ["prose", "spanish", "arithmetic", "code"];
 /// Hot experts of the 36: a twelfth to a half.
 pub const SLOTS: [usize; 5] = [3, 6, 9, 12, 18];
 
+/// Places of a text at which reading begins, for what stays by being called first.
+const BEGINNINGS: usize = 16;
+
+/// What the prior system measured, milliseconds of one product of LFM2.5: on its CPU, on the NPU in a stream, and for
+/// moving a matrix there (docs/planning.md).
+const COLD_MS: f64 = 0.688;
+const HOT_MS: f64 = 0.164;
+const LOAD_MS: f64 = 5.9;
+
 /// An expert: layer and number.
 pub type Expert = (u32, u32);
 
@@ -157,6 +166,17 @@ pub fn first_touch(texts: &[&Trace], slots: usize) -> Vec<f64> {
     })
 }
 
+/// The mean of that for one text wherever reading begins, in so many places: where it does decides what stays. From its
+/// end the text goes on at its beginning.
+pub fn first_touch_anywhere(trace: &Trace, slots: usize) -> f64 {
+    let shares = (0..BEGINNINGS).map(|i| {
+        let mut text = trace.clone();
+        text.rotate_left(i * trace.len() / BEGINNINGS);
+        first_touch(&[&text], slots)[0]
+    });
+    shares.sum::<f64>() / BEGINNINGS as f64
+}
+
 /// The same where an expert that is called takes the place of the one of its layer that was called longest ago; each
 /// layer has as many of the slots. (One pool for all layers would be emptied by every token until it holds a token's
 /// calls.)
@@ -183,6 +203,17 @@ fn replay(texts: &[&Trace], mut is_hit: impl FnMut(Expert) -> bool) -> Vec<f64> 
         hits as f64 / trace.len() as f64
     };
     texts.iter().map(share).collect()
+}
+
+/// Milliseconds that a call saves, in the mean, when this share of calls finds its expert, and the others move theirs
+/// if there is moving.
+pub fn saved_ms(share: f64, moving: bool) -> f64 {
+    share * (COLD_MS - HOT_MS) - if moving { (1.0 - share) * LOAD_MS } else { 0.0 }
+}
+
+/// The share from which on hits save what moving takes.
+pub fn worth_moving() -> f64 {
+    LOAD_MS / (LOAD_MS + COLD_MS - HOT_MS)
 }
 
 /// The mean share over all texts read one after the other, whichever comes first.
