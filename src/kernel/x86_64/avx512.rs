@@ -23,7 +23,7 @@ use crate::tensor::{Dtype, WeightView};
 use large::Large;
 use small::Small;
 
-/// A CPU that has AVX-512 (F, BW, DQ, VL) and VNNI, and what [`Avx2`] asks for.
+/// A CPU that has AVX-512 (F, BW, DQ, VL, VBMI) and VNNI, and what [`Avx2`] asks for.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::kernel) struct Avx512(Avx2);
 
@@ -41,6 +41,7 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vbmi")
             && is_x86_feature_detected!("avx512vnni");
         Avx2::detect().filter(|_| has).map(Avx512)
     }
@@ -53,7 +54,7 @@ impl Avx512 {
     /// See [`crate::kernel::Kernel::widely`].
     #[inline]
     pub(in crate::kernel) fn widely(self, work: impl wide::Loops) {
-        #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+        #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
         fn inner(work: impl wide::Loops) {
             work.run();
         }
@@ -217,7 +218,7 @@ struct Columns {
 ///
 /// So many rows of `row_bytes` are there; the CPU has the features.
 #[inline(never)]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn streams<const A: usize>(
     product: &impl Fours<A>,
     mut rows: [*const u8; 4],
@@ -227,6 +228,7 @@ unsafe fn streams<const A: usize>(
     to: &mut Output<'_>,
 ) {
     let Columns { m, at, apart, n } = columns;
+    ask(&rows, 0, AHEAD.min(n_steps * row_bytes));
     for step in 0..n_steps {
         // SAFETY: the caller vouches for the rows.
         let sums = unsafe { product.times(&rows) };
@@ -307,7 +309,7 @@ struct Few<L, const A: usize> {
 
 impl<L: Loops, const A: usize> Fours<A> for Few<L, A> {
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A] {
         // SAFETY: the caller vouches for rows of `n_blocks`.
         unsafe { L::few(rows, self.n_blocks, &self.acts) }
@@ -386,7 +388,7 @@ fn write<const R: usize, const A: usize>(
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn load64<T>(bytes: *const T) -> __m512i {
     // SAFETY: the caller vouches for 64 bytes; no alignment is needed.
     unsafe { _mm512_loadu_si512(bytes.cast()) }
@@ -398,7 +400,7 @@ unsafe fn load64<T>(bytes: *const T) -> __m512i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn quarter_each(blocks: [*const u8; 4], at: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let [a, b, c, d] = unsafe { blocks.map(|block| &*block.add(at).cast::<[u8; 16]>()) };
@@ -414,7 +416,7 @@ unsafe fn quarter_each(blocks: [*const u8; 4], at: usize) -> __m512i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn twice32(bytes: *const u8) -> __m512i {
     // SAFETY: the caller vouches for 32 bytes; no alignment is needed.
     _mm512_broadcast_i64x4(unsafe { _mm256_loadu_si256(bytes.cast()) })
@@ -422,7 +424,7 @@ unsafe fn twice32(bytes: *const u8) -> __m512i {
 
 /// Sums of two neighbouring 32-bit lanes: in each quarter two of `x`, then two of `y`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn neighbours(x: __m512i, y: __m512i) -> __m512i {
     let (x, y) = (_mm512_castsi512_ps(x), _mm512_castsi512_ps(y));
     let even = _mm512_castps_si512(_mm512_shuffle_ps::<0b10_00_10_00>(x, y));
@@ -432,14 +434,14 @@ fn neighbours(x: __m512i, y: __m512i) -> __m512i {
 
 /// The sums of the quarters of four registers: lane r of quarter q is the sum of quarter q of `rows[r]`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn quarters(rows: [__m512i; 4]) -> __m512i {
     neighbours(neighbours(rows[0], rows[1]), neighbours(rows[2], rows[3]))
 }
 
 /// Rows of 32-bit lanes to columns: lane r of `out[i]` is lane i of `rows[r]`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
     let mut pairs = rows;
     for i in 0..8 {
@@ -471,11 +473,19 @@ fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
 /// Asks for the weights that come some way after `bytes` of each of four rows, which lie `done` bytes behind their
 /// beginnings. The next rows of their quarters follow them.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn prefetch(rows: &[*const u8; 4], done: usize, bytes: usize) {
-    for row in rows {
-        for line in (0..bytes).step_by(64) {
-            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(done + AHEAD + line).cast());
+    ask(rows, done + AHEAD, bytes);
+}
+
+/// Asks for `bytes` of each of four rows, `from` on: into the second cache, since loads wait where more is under way to
+/// the first one than it keeps track of.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+fn ask(rows: &[*const u8; 4], from: usize, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        for row in rows {
+            _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(from + line).cast());
         }
     }
 }

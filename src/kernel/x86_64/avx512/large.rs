@@ -46,7 +46,7 @@ pub(super) trait Block {
     ///
     /// 256 of them are there, the CPU has the features, and `part` is below 4.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn activations(x: *const i8, part: usize) -> __m512i {
         let [first, _, second, _] = Self::ORDER[part];
         // SAFETY: the caller vouches for 256 bytes; sixteenths go in pairs.
@@ -90,7 +90,7 @@ impl Block for Q2K {
     const ORDER: [[usize; 4]; 4] = APART;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks.
         let both = unsafe { quarter_each(blocks, 0) };
@@ -108,7 +108,7 @@ impl Block for Q2K {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
         unsafe { twos(block.add(16), part) }
@@ -123,7 +123,7 @@ impl Block for Q3K {
     const ORDER: [[usize; 4]; 4] = APART;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks. The last 16 bytes: two of codes, twelve of scales, two of d.
         let bytes = unsafe { quarter_each(blocks, 94) };
@@ -144,7 +144,7 @@ impl Block for Q3K {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let c = part as i64;
         // SAFETY: the caller vouches for the block. Bit c of byte i is the third bit of weight 32c + i.
@@ -161,7 +161,7 @@ impl Block for Iq4Xs {
     const ORDER: [[usize; 4]; 4] = BY_SHORT_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks, which begin with d, the upper bits and the lower ones.
         let [a, b, c, d] = unsafe { blocks.map(|block| block.cast::<i64>().read_unaligned()) };
@@ -179,14 +179,14 @@ impl Block for Iq4Xs {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
-        super::small::look_up(&STEPS, unsafe { nibbles(block.add(8), part) })
+        super::small::look_up(&STEPS, unsafe { halves(block.add(8), part) })
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn activations(x: *const i8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for 256 bytes.
         let (first, second) = unsafe { (load64(x.add(part / 2 * 128)), load64(x.add(part / 2 * 128 + 64))) };
@@ -207,7 +207,7 @@ impl Block for Q4K {
     const ORDER: [[usize; 4]; 4] = BY_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks: d and dmin, then three times four bytes. The first four are scales
         // 0 to 3 and two bits of scales 4 to 7, the second the same of minimums, the third the four bits left of both.
@@ -234,7 +234,7 @@ impl Block for Q4K {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
         unsafe { nibbles(block.add(16), part) }
@@ -250,14 +250,14 @@ impl Block for Q5K {
     const ORDER: [[usize; 4]; 4] = BY_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks; heads are alike.
         unsafe { Q4K::heads(blocks) }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let c = (part % 2 + part / 2 * 4) as i64;
         // SAFETY: the caller vouches for the block. Bit c of byte i is the fifth bit of weight 32c + i.
@@ -273,7 +273,7 @@ impl Block for Q6K {
     const ORDER: [[usize; 4]; 4] = IN_ORDER;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks.
         let scales = unsafe { quarter_each(blocks, 192) };
@@ -287,7 +287,7 @@ impl Block for Q6K {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let pair = (part % 2 * 4) as i64;
         // SAFETY: the caller vouches for the block. Bits 2c and 2c + 1 of byte i are the upper bits of weight 32c + i.
@@ -300,21 +300,21 @@ impl Block for Q6K {
 
 /// Two words in each quarter.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn each(first: i64, second: i64) -> __m512i {
     _mm512_broadcast_i32x4(_mm_set_epi64x(second, first))
 }
 
 /// `codes`, and of `bits` those of `mask`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn with_bits(codes: __m512i, bits: __m512i, mask: i8) -> __m512i {
     _mm512_ternarylogic_epi64::<0xf8>(codes, bits, _mm512_set1_epi8(mask))
 }
 
 /// In each byte of the first half bit `first` to bit `to`, in the others bit `second`; the bits beside them likewise.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn moved(bytes: __m512i, first: i64, second: i64, to: i64) -> __m512i {
     let (first, second) = ((to - first) & 63, (to - second) & 63);
     let left = _mm512_setr_epi64(first, first, first, first, second, second, second, second);
@@ -327,12 +327,23 @@ fn moved(bytes: __m512i, first: i64, second: i64, to: i64) -> __m512i {
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn nibbles(bytes: *const u8, part: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
+    _mm512_and_si512(unsafe { halves(bytes, part) }, _mm512_set1_epi8(15))
+}
+
+/// The same, with anything in the upper halves of bytes.
+///
+/// # Safety
+///
+/// The bytes can be read.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+unsafe fn halves(bytes: *const u8, part: usize) -> __m512i {
+    // SAFETY: the caller vouches for the bytes.
     let bytes = unsafe { load64(bytes.add(part / 2 * 64)) };
-    let bytes = if part.is_multiple_of(2) { bytes } else { _mm512_srli_epi16::<4>(bytes) };
-    _mm512_and_si512(bytes, _mm512_set1_epi8(15))
+    if part.is_multiple_of(2) { bytes } else { _mm512_srli_epi16::<4>(bytes) }
 }
 
 /// 64 bytes of four codes each: the `part`-th of each.
@@ -341,7 +352,7 @@ unsafe fn nibbles(bytes: *const u8, part: usize) -> __m512i {
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn twos(bytes: *const u8, part: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let bytes = unsafe { load64(bytes) };
@@ -383,6 +394,18 @@ impl<T: Block> Large<T> {
         }
         own
     };
+    /// By row of two and pair of parts: which lane of [`Self::wide_scales`] is the scale of each 32-bit lane of both
+    /// parts' sums, where they have the same.
+    const OWN_WIDE: &[[[i32; 16]; 2]; 2] = &{
+        let mut own = [[[0; 16]; 2]; 2];
+        let mut i = 0;
+        while i < 2 * 2 * 16 {
+            let (row, pair, lane) = (i / 32, i / 16 % 2, i % 16);
+            own[row][pair][lane] = (8 * row + T::ORDER[2 * pair][lane / 4] / 2) as i32;
+            i += 1;
+        }
+        own
+    };
     /// By row: which lanes of [`Heads::scales`] are the scales of the sixteenths in order.
     const IN_ORDER: &[[i16; 32]; 4] = &{
         let mut all = [[0; 32]; 4];
@@ -400,11 +423,20 @@ impl<T: Block> Large<T> {
 
     /// The lanes `own` of the scales that belong to row `r`.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn scales(heads: &Heads, r: usize, own: &[i16; 32]) -> __m512i {
         // SAFETY: the array is 64 bytes long.
         let own = unsafe { load64(own.as_ptr()) };
         _mm512_permutexvar_epi16(own, heads.scales[if T::PAIRED { 0 } else { r / 2 }])
+    }
+
+    /// The paired scales in 32 bits: eight for each of two rows, then of the other two.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    fn wide_scales(heads: &Heads) -> [__m512i; 2] {
+        let scales = heads.scales[0];
+        let upper = _mm512_extracti64x4_epi64::<1>(scales);
+        [_mm512_cvtepi16_epi32(_mm512_castsi512_si256(scales)), _mm512_cvtepi16_epi32(upper)]
     }
 
     /// What codes that are too large by the offset are too much in four rows' sums, each beginning with minus that.
@@ -413,7 +445,7 @@ impl<T: Block> Large<T> {
     ///
     /// 16 sums of activations are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn less_offset(heads: &Heads, sums: *const i16) -> [__m512i; 4] {
         // SAFETY: the caller vouches for 16 sums.
         let sums = unsafe { _mm256_loadu_si256(sums.cast()) };
@@ -450,7 +482,7 @@ impl<T: Block> Large<T> {
     ///
     /// 16 sums of activations are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn of_minimums(heads: &Heads, sums: *const i16) -> __m512i {
         // SAFETY: the caller vouches for 16 sums.
         let (first, second) = unsafe { (_mm_loadu_si128(sums.cast()), _mm_loadu_si128(sums.add(8).cast())) };
@@ -462,7 +494,7 @@ impl<T: Block> Large<T> {
 
     /// What the sums of 16 activations each are multiplied with in row `r`: its minimums, or scales times the offset.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn of_sums(heads: &Heads, r: usize) -> __m256i {
         if T::MINIMUMS {
             let r = r as i64;
@@ -482,7 +514,7 @@ impl<T: Block> Loops for Large<T> {
     type Turned = Turned;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         // Of each row the sum with d, and, where there are minimums, the one with dmin beside it.
         let mut total = [_mm256_setzero_ps(); A];
@@ -499,6 +531,7 @@ impl<T: Block> Loops for Large<T> {
                     *block = block.add(b * T::BYTES);
                 }
                 let heads = T::heads(blocks);
+                let wide = if T::WIDE { Self::wide_scales(&heads) } else { heads.scales };
                 let mut sums = [[_mm512_setzero_si512(); 4]; A];
                 if !T::MINIMUMS {
                     for a in 0..A {
@@ -519,14 +552,19 @@ impl<T: Block> Loops for Large<T> {
                     for r in 0..4 {
                         let first = T::codes(blocks[r], 2 * pair);
                         let second = T::codes(blocks[r], 2 * pair + 1);
-                        let own = Self::scales(&heads, r, &Self::OWN[r][pair]);
+                        let own = match T::WIDE {
+                            true => {
+                                let lanes = load64(Self::OWN_WIDE[r % 2][pair].as_ptr());
+                                _mm512_permutexvar_epi32(lanes, wide[r / 2])
+                            }
+                            false => Self::scales(&heads, r, &Self::OWN[r][pair]),
+                        };
                         for a in 0..A {
                             let fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, x[a][0]);
                             sums[a][r] = if T::WIDE {
-                                // Both parts have the same scales, the same one in both halves of a lane.
+                                // Both parts have the same scales.
                                 let eights = _mm512_dpbusd_epi32(fours, second, x[a][1]);
-                                let product = _mm512_mullo_epi32(eights, _mm512_srai_epi32::<16>(own));
-                                _mm512_add_epi32(sums[a][r], product)
+                                _mm512_add_epi32(sums[a][r], _mm512_mullo_epi32(eights, own))
                             } else {
                                 let others = _mm512_dpbusd_epi32(_mm512_setzero_si512(), second, x[a][1]);
                                 dpwssd(sums[a][r], _mm512_packs_epi32(fours, others), own)
@@ -562,7 +600,7 @@ impl<T: Block> Loops for Large<T> {
         out
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn turn(rows: &[*const u8; TURNED], n_blocks: usize, turned: &mut Vec<Turned>) {
         turned.resize_with(n_blocks, Turned::zero);
         for (b, turned) in turned.iter_mut().enumerate() {
@@ -577,7 +615,7 @@ impl<T: Block> Loops for Large<T> {
         }
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn many<const A: usize>(turned: &[Turned], acts: &Codes<A>) -> [[f32; TURNED]; A] {
         let mut high = [_mm512_setzero_ps(); A];
         let mut low = [_mm512_setzero_ps(); A];
@@ -626,7 +664,7 @@ impl<T: Block> Large<T> {
     ///
     /// The blocks are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn turn_block(blocks: [*const u8; TURNED], turned: &mut Turned) {
         // Loops, not closures: a closure that is handed on is not compiled for this CPU.
         let mut rows = [_mm512_setzero_si512(); TURNED];
@@ -687,7 +725,7 @@ struct Products {
 impl Products {
     /// Of no block: adds nothing.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn none() -> Products {
         let zero = _mm512_setzero_si512();
         Products { sums: [zero; 4], low: zero, scale: _mm256_setzero_ps() }
@@ -695,7 +733,7 @@ impl Products {
 
     /// Adds them to the sums of the blocks before.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn add_to<T: Block>(self, total: __m256) -> __m256 {
         let mut sums = _mm512_castsi128_si512(four_sums(quarters(self.sums)));
         if T::MINIMUMS {
@@ -715,7 +753,7 @@ impl Turned {
 
 /// The sums of the four quarters, lane by lane.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn four_sums(quarters: __m512i) -> __m128i {
     let halves = _mm256_add_epi32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
     _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
@@ -727,7 +765,7 @@ fn four_sums(quarters: __m512i) -> __m128i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn halves_of(blocks: [*const u8; 4], at: usize) -> __m256 {
     let mut halves = [0i16; 4];
     for r in 0..4 {
@@ -744,7 +782,7 @@ unsafe fn halves_of(blocks: [*const u8; 4], at: usize) -> __m256 {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn pairs_of(blocks: [*const u8; 4], at: usize) -> __m256 {
     let mut pairs = [0i32; 4];
     for r in 0..4 {
@@ -761,7 +799,7 @@ unsafe fn pairs_of(blocks: [*const u8; 4], at: usize) -> __m256 {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
     // SAFETY: the caller vouches for two bytes each.
     let mut halves = [0i16; TURNED];
@@ -776,7 +814,7 @@ unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
 /// Adds products of 16-bit numbers to 32-bit sums, two neighbouring ones each, as `_mm512_dpwssd_epi32` does: the
 /// compiler would make two instructions of it, a product and a sum, which takes longer where many blocks are under way.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn dpwssd(mut sums: __m512i, x: __m512i, y: __m512i) -> __m512i {
     // SAFETY: the instruction is of the features above, and reads and writes these registers alone.
     unsafe {

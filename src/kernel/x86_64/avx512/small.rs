@@ -8,9 +8,39 @@ use crate::blocks::iq4_nl::STEPS;
 use crate::blocks::mxfp4::{DOUBLED, half_scale};
 use crate::kernel::x86_64::load16;
 
-/// A format of 32 weights in `BYTES` bytes. The layouts are drawn in [`crate::blocks`].
-pub(super) trait Block {
+/// A format of 32 weights in `BYTES` bytes with one scale: a half-precision number at their beginning, if nothing else is
+/// said. The layouts are drawn in [`crate::blocks`].
+pub(super) trait Scaled: Sized {
     const BYTES: usize;
+
+    /// The scales of sixteen blocks.
+    ///
+    /// # Safety
+    ///
+    /// All are there; the CPU has the features.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn scales(blocks: [*const u8; 16]) -> __m512 {
+        // SAFETY: the caller vouches for the blocks.
+        _mm512_cvtph_ps(unsafe { firsts(blocks) })
+    }
+
+    /// The scales of eight neighbouring blocks, and of eight others.
+    ///
+    /// # Safety
+    ///
+    /// All are there; the CPU has the features.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn eight_scales(blocks: [*const u8; 2]) -> __m512 {
+        // SAFETY: the caller vouches for the blocks.
+        let [first, second] = unsafe { [eight_firsts::<Self>(blocks[0]), eight_firsts::<Self>(blocks[1])] };
+        _mm512_cvtph_ps(_mm256_set_m128i(second, first))
+    }
+}
+
+/// How the codes of such a format are read.
+pub(super) trait Block: Scaled {
     /// By how much codes are too large.
     const OFFSET: i16;
     /// Whether [`Block::four`] gives the first half of each block, then the second ones.
@@ -29,55 +59,31 @@ pub(super) trait Block {
     ///
     /// All are there; the CPU has the features.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn four(blocks: [*const u8; 4]) -> [__m512i; 2] {
         // SAFETY: the caller vouches for the blocks.
         unsafe { [Self::two(blocks[0], blocks[1]), Self::two(blocks[2], blocks[3])] }
     }
-
-    /// The scales of sixteen blocks, from the two bytes that each begins with.
-    ///
-    /// # Safety
-    ///
-    /// The CPU has the features.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(first: __m256i) -> __m512 {
-        _mm512_cvtph_ps(first)
-    }
 }
 
 /// A format of 16 bytes of two codes each: of the first 16 weights the lower halves, of the others the upper ones.
-trait Nibbles {
-    const BYTES: usize;
+trait Nibbles: Scaled {
     const OFFSET: i16;
 
-    /// What codes stand for, and `OFFSET`.
+    /// What the lower halves of bytes stand for, and `OFFSET`.
     ///
     /// # Safety
     ///
     /// The CPU has the features.
-    unsafe fn values(codes: __m512i) -> __m512i;
-
-    /// See [`Block::scales`].
-    ///
-    /// # Safety
-    ///
-    /// The CPU has the features.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(first: __m256i) -> __m512 {
-        _mm512_cvtph_ps(first)
-    }
+    unsafe fn values(bytes: __m512i) -> __m512i;
 }
 
 impl<T: Nibbles> Block for T {
-    const BYTES: usize = T::BYTES;
-    const OFFSET: i16 = T::OFFSET;
+    const OFFSET: i16 = <T as Nibbles>::OFFSET;
     const HALVED: bool = true;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
         let at = T::BYTES - 16;
         // SAFETY: the caller vouches for the blocks.
@@ -85,21 +91,13 @@ impl<T: Nibbles> Block for T {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn four(blocks: [*const u8; 4]) -> [__m512i; 2] {
         // SAFETY: the caller vouches for the blocks.
         unsafe {
-            let (bytes, low) = (quarter_each(blocks, T::BYTES - 16), _mm512_set1_epi8(15));
-            let upper = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), low);
-            [T::values(_mm512_and_si512(bytes, low)), T::values(upper)]
+            let bytes = quarter_each(blocks, T::BYTES - 16);
+            [T::values(bytes), T::values(_mm512_srli_epi16::<4>(bytes))]
         }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(first: __m256i) -> __m512 {
-        // SAFETY: the caller vouches for the CPU.
-        unsafe { <T as Nibbles>::scales(first) }
     }
 }
 
@@ -109,13 +107,28 @@ pub(super) struct Q5_0;
 pub(super) struct Iq4Nl;
 pub(super) struct Mxfp4;
 
-impl Block for Q8_0 {
+impl Scaled for Q8_0 {
     const BYTES: usize = 34;
+}
+
+impl Scaled for Q4_0 {
+    const BYTES: usize = 18;
+}
+
+impl Scaled for Q5_0 {
+    const BYTES: usize = 22;
+}
+
+impl Scaled for Iq4Nl {
+    const BYTES: usize = 18;
+}
+
+impl Block for Q8_0 {
     const OFFSET: i16 = 128;
     const HALVED: bool = false;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
         // SAFETY: the caller vouches for the blocks.
         let (first, second) =
@@ -126,64 +139,100 @@ impl Block for Q8_0 {
 }
 
 impl Nibbles for Q4_0 {
-    const BYTES: usize = 18;
     const OFFSET: i16 = 8;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn values(codes: __m512i) -> __m512i {
-        codes
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn values(bytes: __m512i) -> __m512i {
+        _mm512_and_si512(bytes, _mm512_set1_epi8(15))
     }
 }
 
 impl Block for Q5_0 {
-    const BYTES: usize = 22;
     const OFFSET: i16 = 16;
     const HALVED: bool = false;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn two(first: *const u8, second: *const u8) -> __m512i {
         // SAFETY: the caller vouches for the blocks.
         unsafe {
             let fifths = |block: *const u8| u64::from(block.add(2).cast::<u32>().read_unaligned());
             let set = fifths(first) | fifths(second) << 32;
-            let codes = nibbles(first.add(6), second.add(6));
+            let codes = _mm512_and_si512(nibbles(first.add(6), second.add(6)), _mm512_set1_epi8(15));
             _mm512_mask_add_epi8(codes, set, codes, _mm512_set1_epi8(16))
         }
     }
 }
 
 impl Nibbles for Iq4Nl {
-    const BYTES: usize = 18;
     const OFFSET: i16 = 128;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn values(codes: __m512i) -> __m512i {
-        look_up(&STEPS, codes)
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn values(bytes: __m512i) -> __m512i {
+        look_up(&STEPS, bytes)
     }
 }
 
 impl Nibbles for Mxfp4 {
-    const BYTES: usize = 17;
     const OFFSET: i16 = 128;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn values(codes: __m512i) -> __m512i {
-        look_up(&DOUBLED, codes)
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn values(bytes: __m512i) -> __m512i {
+        look_up(&DOUBLED, bytes)
+    }
+}
+
+impl Scaled for Mxfp4 {
+    const BYTES: usize = 17;
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn scales(blocks: [*const u8; 16]) -> __m512 {
+        // SAFETY: the caller vouches for the blocks.
+        let first = _mm256_and_si256(unsafe { firsts(blocks) }, _mm256_set1_epi16(255));
+        half_scales(_mm512_slli_epi32::<23>(_mm512_cvtepu16_epi32(first)))
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn scales(first: __m256i) -> __m512 {
-        let e = _mm512_cvtepu16_epi32(_mm256_and_si256(first, _mm256_set1_epi16(255)));
-        // See `half_scale`.
-        let halved = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(e)), _mm512_set1_ps(0.5));
-        let zero = _mm512_testn_epi32_mask(e, e);
-        _mm512_mask_blend_ps(zero, halved, _mm512_set1_ps(half_scale(0)))
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    unsafe fn eight_scales(blocks: [*const u8; 2]) -> __m512 {
+        // The last byte of each lane is the first one of a block; the other eight take the other half.
+        let index = _mm512_setr_epi32(
+            0,
+            17 << 24,
+            34 << 24,
+            51 << 24,
+            68 << 24,
+            85 << 24,
+            102 << 24,
+            119 << 24,
+            0,
+            17 << 24,
+            34 << 24,
+            51 << 24,
+            68 << 24,
+            85 << 24,
+            102 << 24,
+            119 << 24,
+        );
+        // SAFETY: the caller vouches for eight blocks each, which are 136 bytes.
+        let [first, second] = unsafe { blocks.map(|eight| [load64(eight), load64(eight.add(64))]) };
+        let first = _mm512_maskz_permutex2var_epi8(0x8888_8888, first[0], index, first[1]);
+        let second = _mm512_maskz_permutex2var_epi8(0x8888_8888 << 32, second[0], index, second[1]);
+        half_scales(_mm512_srli_epi32::<1>(_mm512_or_si512(first, second)))
     }
+}
+
+/// [`half_scale`] of what stands where a float has its exponent.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+fn half_scales(exponents: __m512i) -> __m512 {
+    let halved = _mm512_mul_ps(_mm512_castsi512_ps(exponents), _mm512_set1_ps(0.5));
+    // Only that of 0, which became 0, is less.
+    _mm512_max_ps(halved, _mm512_set1_ps(half_scale(0)))
 }
 
 /// The two bytes that each of sixteen blocks begins with.
@@ -192,7 +241,7 @@ impl Nibbles for Mxfp4 {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn firsts(blocks: [*const u8; 16]) -> __m256i {
     let mut words = [0u16; 16];
     for i in 0..16 {
@@ -203,14 +252,14 @@ unsafe fn firsts(blocks: [*const u8; 16]) -> __m256i {
     unsafe { _mm256_loadu_si256(words.as_ptr().cast()) }
 }
 
-/// The two bytes that each of eight neighbouring blocks of `T` begins with; where a block begins at an odd byte, one.
+/// The two bytes that each of eight neighbouring blocks of `T`, of an even number of bytes, begins with.
 ///
 /// # Safety
 ///
 /// The blocks are there.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn eight_firsts<T: Block>(blocks: *const u8) -> __m128i {
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+unsafe fn eight_firsts<T: Scaled>(blocks: *const u8) -> __m128i {
     // Which 16-bit lane of the 64 read first, or of the next 64, each is.
     let mut index = [0i16; 32];
     for i in 0..8 {
@@ -235,33 +284,32 @@ unsafe fn eight_firsts<T: Block>(blocks: *const u8) -> __m128i {
             }
         }
     };
-    let words = _mm512_castsi512_si128(words);
-    if T::BYTES.is_multiple_of(2) { words } else { _mm_srlv_epi16(words, _mm_set1_epi32(8 << 16)) }
+    _mm512_castsi512_si128(words)
 }
 
-/// Two times 16 bytes of two codes each: of either the lower halves, then the upper ones.
+/// Two times 16 bytes of two codes each: of either the lower halves, then the upper ones, in the lower halves of bytes.
 ///
 /// # Safety
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn nibbles(first: *const u8, second: *const u8) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let (first, second) = unsafe { (load16(&*first.cast()), load16(&*second.cast())) };
     let both = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(first), 0xff00, second);
-    let right = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
-    _mm512_and_si512(_mm512_srlv_epi64(both, right), _mm512_set1_epi8(15))
+    _mm512_srlv_epi64(both, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4))
 }
 
-/// What codes below 16 stand for, and 128.
+/// What the lower halves of bytes stand for, and 128: the table is repeated, so that two more bits do not matter, and
+/// the others are not looked at.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn look_up(table: &[i8; 16], codes: __m512i) -> __m512i {
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn look_up(table: &[i8; 16], bytes: __m512i) -> __m512i {
     // SAFETY: the table is 16 bytes long; no alignment is needed.
     let table = unsafe { _mm_loadu_si128(table.as_ptr().cast()) };
     let table = _mm512_broadcast_i32x4(_mm_xor_si128(table, _mm_set1_epi8(-128)));
-    _mm512_shuffle_epi8(table, codes)
+    _mm512_permutexvar_epi8(bytes, table)
 }
 
 /// The loops of a type; what they compute is in [`crate::kernel`], "blocks of 32".
@@ -282,7 +330,7 @@ impl<T: Block> Small<T> {
     ///
     /// So many blocks from `b` are there, of weights and activations.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn step<const WHOLE: bool, const A: usize>(
         rows: &[*const u8; 4],
         b: usize,
@@ -331,11 +379,10 @@ impl<T: Block> Small<T> {
                         }
                     }
                 }
-                let firsts = match WHOLE {
-                    true => _mm256_set_m128i(eight_firsts::<T>(block(1, 0)), eight_firsts::<T>(block(0, 0))),
-                    false => firsts(std::array::from_fn(|i| block(i / 8, i % 8))),
+                let d = match WHOLE {
+                    true => T::eight_scales([block(0, 0), block(1, 0)]),
+                    false => T::scales(std::array::from_fn(|i| block(i / 8, i % 8))),
                 };
-                let d = T::scales(firsts);
                 let there = if WHOLE { 0xff } else { 0xff >> (8 - n) };
                 let sums_there = if WHOLE { u16::MAX } else { u16::MAX >> (16 - 2 * n) };
                 for a in 0..A {
@@ -360,7 +407,7 @@ impl<T: Block> Loops for Small<T> {
     type Turned = Turned;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         let mut lanes = [[_mm512_setzero_ps(); 2]; A];
         let whole = n_blocks - n_blocks % 8;
@@ -385,7 +432,7 @@ impl<T: Block> Loops for Small<T> {
         out
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn turn(rows: &[*const u8; TURNED], n_blocks: usize, turned: &mut Vec<Turned>) {
         turned.resize_with(n_blocks, Turned::zero);
         for (b, two) in (0..).step_by(2).zip(turned.chunks_mut(2)) {
@@ -401,12 +448,12 @@ impl<T: Block> Loops for Small<T> {
             for (i, turned) in two.iter_mut().enumerate() {
                 turned.codes.copy_from_slice(&columns[8 * i..8 * i + 8]);
                 // SAFETY: as above.
-                turned.d = unsafe { T::scales(firsts(std::array::from_fn(|r| block(r, b + i)))) };
+                turned.d = unsafe { T::scales(std::array::from_fn(|r| block(r, b + i))) };
             }
         }
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn many<const A: usize>(turned: &[Turned], acts: &Codes<A>) -> [[f32; TURNED]; A] {
         let mut lanes = [[_mm512_setzero_ps(); 8]; A];
         for lane in 0..8 {
@@ -457,7 +504,7 @@ impl Turned {
 
 /// Eight times 32 bytes: the first halves of four, the second ones, then the same of the other four.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn halved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     [
         _mm512_shuffle_i32x4::<0x88>(a, b),
@@ -469,7 +516,7 @@ fn halved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
 
 /// The sums of eight blocks of two rows, from registers of two blocks each.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn in_order(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
     // Lane i of the first two quarters is of block 2i, of the others of block 2i + 1.
     let (first, second) = (quarters(first), quarters(second));
@@ -481,7 +528,7 @@ fn in_order(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
 
 /// The sums of eight blocks of two rows, from the first and third of their registers: a quarter of each for a block.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn of_halves(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
     // In quarter i two lanes are of block i, two of block i + 4.
     let (first, second) = (neighbours(first[0], first[2]), neighbours(second[0], second[2]));
@@ -493,7 +540,7 @@ fn of_halves(first: [__m512i; 4], second: [__m512i; 4]) -> __m512i {
 
 /// The sum of 8 lanes, halves folded onto each other.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 fn fold(lanes: __m256) -> f32 {
     crate::kernel::x86_64::sum([lanes, _mm256_setzero_ps()])
 }
