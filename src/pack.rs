@@ -10,6 +10,7 @@
 
 mod check;
 mod digest;
+mod direct;
 mod error;
 mod export;
 pub mod layout;

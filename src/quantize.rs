@@ -13,6 +13,7 @@
 
 use thiserror::Error;
 
+use crate::kernel::{Kernel, Loops};
 use crate::tensor::{Int8Matrix, MatrixView};
 
 /// The name of this rule in packs: 8-bit weights, 8-bit activations, a scale per row, version 1.
@@ -36,6 +37,15 @@ pub enum QuantizeError {
         /// Input column.
         column: usize,
     },
+}
+
+impl QuantizeError {
+    /// The same in a matrix of which so many rows come before these.
+    pub fn after(self, rows: usize) -> QuantizeError {
+        match self {
+            QuantizeError::NotFinite { row, column } => QuantizeError::NotFinite { row: row + rows, column },
+        }
+    }
 }
 
 /// Activations `[n_rows, n_cols]` in int8 with a scale per row; kept by the caller and filled again and again.
@@ -67,19 +77,24 @@ impl QuantizedRows {
 ///
 /// [`QuantizeError::NotFinite`] at the first NaN or infinity, with its row and column.
 pub fn per_channel(weights: MatrixView<'_, f32>) -> Result<Int8Matrix, QuantizeError> {
-    let (n_out, n_in) = (weights.n_rows(), weights.n_cols());
-    let mut codes = vec![0; n_out * n_in];
-    let mut scales = Vec::with_capacity(n_out);
-    for row in 0..n_out {
-        let w = weights.row(row);
-        let max = largest(w);
-        if !max.is_finite() {
-            let column = w.iter().position(|w| !w.is_finite()).unwrap_or(0);
-            return Err(QuantizeError::NotFinite { row, column });
-        }
-        scales.push(encode(w, max, &mut codes[row * n_in..][..n_in]));
-    }
-    Ok(Int8Matrix { codes, scales, n_in, n_out })
+    let mut matrix = Int8Matrix::default();
+    per_channel_into(weights, &mut matrix)?;
+    Ok(matrix)
+}
+
+/// [`per_channel`] in place of what `matrix` holds.
+///
+/// # Errors
+///
+/// As [`per_channel`]; `matrix` then holds nothing of use.
+pub fn per_channel_into(weights: MatrixView<'_, f32>, matrix: &mut Int8Matrix) -> Result<(), QuantizeError> {
+    (matrix.n_out, matrix.n_in) = (weights.n_rows(), weights.n_cols());
+    matrix.codes.resize(matrix.n_out * matrix.n_in, 0);
+    matrix.scales.clear();
+    Kernel::detect().widely(Encode { rows: weights, codes: &mut matrix.codes, scales: &mut matrix.scales });
+    let Some(row) = matrix.scales.iter().position(|scale| scale.is_nan()) else { return Ok(()) };
+    let column = weights.row(row).iter().position(|w| !w.is_finite()).unwrap_or(0);
+    Err(QuantizeError::NotFinite { row, column })
 }
 
 /// Sets what is not finite to zero and says how many that were: what a conversion does when it is told to go on.
@@ -97,55 +112,107 @@ pub fn clamp(weights: &mut [f32]) -> u64 {
 /// A row that holds a NaN or an infinity gets codes 0 and scale NaN, so that what is computed from it is NaN, as it
 /// would be in floats.
 pub fn rows(x: MatrixView<'_, f32>, out: &mut QuantizedRows) {
-    let n_cols = x.n_cols();
-    out.n_cols = n_cols;
-    out.codes.resize(x.n_rows() * n_cols, 0);
+    out.n_cols = x.n_cols();
+    out.codes.resize(x.n_rows() * out.n_cols, 0);
     out.scales.clear();
-    for row in 0..x.n_rows() {
-        let x = x.row(row);
-        out.scales.push(encode(x, largest(x), &mut out.codes[row * n_cols..][..n_cols]));
+    Kernel::detect().widely(Encode { rows: x, codes: &mut out.codes, scales: &mut out.scales });
+}
+
+/// How far codes are from the weights they stand for, summed over rows in order.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Deviation {
+    /// Σ(w − q·scale)².
+    error: f64,
+    /// Σw².
+    power: f64,
+}
+
+impl Deviation {
+    /// Adds rows. Both are `[n_out, n_in]`; summed in f64, per row in eight interleaved sums.
+    pub fn add(&mut self, matrix: &Int8Matrix, weights: MatrixView<'_, f32>) {
+        Kernel::detect().widely(Deviate { matrix, weights, sum: self });
+    }
+
+    /// The relative RMS error, `√(Σ(w − q·scale)² / Σw²)`; 0 where all weights are 0.
+    pub fn relative(&self) -> f64 {
+        if self.power == 0.0 { 0.0 } else { (self.error / self.power).sqrt() }
     }
 }
 
-/// The relative RMS error of a quantisation, `√(Σ(w − q·scale)² / Σw²)`; 0 for a matrix of zeros.
-///
-/// Both are `[n_out, n_in]`. Summed in f64, per row in eight interleaved sums, rows in order.
+/// The relative RMS error of a quantisation: see [`Deviation`].
 pub fn error_of(matrix: &Int8Matrix, weights: MatrixView<'_, f32>) -> f64 {
-    let (mut error, mut power) = (0.0, 0.0);
-    for (row, &scale) in matrix.scales.iter().enumerate().take(weights.n_rows()) {
-        let codes = &matrix.codes[row * matrix.n_in..][..matrix.n_in];
-        let (row_error, row_power) = squares(weights.row(row), codes, scale);
-        error += row_error;
-        power += row_power;
+    let mut deviation = Deviation::default();
+    deviation.add(matrix, weights);
+    deviation.relative()
+}
+
+struct Deviate<'a> {
+    matrix: &'a Int8Matrix,
+    weights: MatrixView<'a, f32>,
+    sum: &'a mut Deviation,
+}
+
+impl Loops for Deviate<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let Deviate { matrix, weights, sum } = self;
+        for (row, &scale) in matrix.scales.iter().enumerate().take(weights.n_rows()) {
+            let codes = &matrix.codes[row * matrix.n_in..][..matrix.n_in];
+            let (error, power) = squares(weights.row(row), codes, scale);
+            sum.error += error;
+            sum.power += power;
+        }
     }
-    if power == 0.0 { 0.0 } else { (error / power).sqrt() }
 }
 
 /// The sums of `(w − q·scale)²` and of `w²` over one row.
+#[inline(always)]
 fn squares(w: &[f32], codes: &[i8], scale: f32) -> (f64, f64) {
     let (mut error, mut power) = ([0.0; 8], [0.0; 8]);
-    let mut add = |lane: usize, w: f32, code: i8| {
-        let difference = f64::from(w) - f64::from(code) * f64::from(scale);
-        error[lane] += difference * difference;
-        power[lane] += f64::from(w) * f64::from(w);
-    };
+    let scale = f64::from(scale);
     let ((w, w_rest), (codes, codes_rest)) = (w.as_chunks::<8>(), codes.as_chunks::<8>());
     for (w, codes) in w.iter().zip(codes) {
-        (0..8).for_each(|lane| add(lane, w[lane], codes[lane]));
+        for lane in 0..8 {
+            let difference = f64::from(w[lane]) - f64::from(codes[lane]) * scale;
+            error[lane] += difference * difference;
+            power[lane] += f64::from(w[lane]) * f64::from(w[lane]);
+        }
     }
     for (lane, (&w, &code)) in w_rest.iter().zip(codes_rest).enumerate() {
-        add(lane, w, code);
+        let difference = f64::from(w) - f64::from(code) * scale;
+        error[lane] += difference * difference;
+        power[lane] += f64::from(w) * f64::from(w);
     }
     (error.iter().sum(), power.iter().sum())
 }
 
+/// Codes of rows, and each row's scale: NaN where a value is not finite.
+struct Encode<'a> {
+    rows: MatrixView<'a, f32>,
+    codes: &'a mut [i8],
+    scales: &'a mut Vec<f32>,
+}
+
+impl Loops for Encode<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let n_cols = self.rows.n_cols();
+        for row in 0..self.rows.n_rows() {
+            let x = self.rows.row(row);
+            self.scales.push(encode(x, largest(x), &mut self.codes[row * n_cols..][..n_cols]));
+        }
+    }
+}
+
 /// The largest magnitude; infinity or NaN when one of the values is. Without a sign, floats order as integers.
+#[inline(always)]
 fn largest(x: &[f32]) -> f32 {
     let bits = x.iter().fold(0i32, |max, x| max.max((x.to_bits() & 0x7fff_ffff) as i32));
     f32::from_bits(bits as u32)
 }
 
-/// Writes the codes of one row whose largest magnitude is `max`, and returns its scale.
+/// Writes the codes of one row whose largest magnitude is `max`, and returns its scale: NaN where that is not finite.
+#[inline(always)]
 fn encode(x: &[f32], max: f32, codes: &mut [i8]) -> f32 {
     if max < SMALLEST || !max.is_finite() {
         codes.fill(0);

@@ -52,6 +52,18 @@ impl SubMatrix {
         u64::from(self.k_padded) * u64::from(self.n_padded)
     }
 
+    /// The outputs from `row` of the matrix on that are one block wide, as a part of a matrix which begins with them, and
+    /// where their tiles are, from the first byte. `None` where they are not the part's, or no block begins with them.
+    pub fn band(&self, row: usize) -> Option<(SubMatrix, usize)> {
+        let n = u32::try_from(row).ok()?.checked_sub(self.n0)?;
+        if n >= self.n_len || !n.is_multiple_of(TILE as u32) {
+            return None;
+        }
+        let n_len = (self.n_len - n).min(TILE as u32);
+        let band = SubMatrix { n0: 0, n_len, n_padded: TILE as u32, ..*self };
+        Some((band, n as usize * self.k_padded as usize))
+    }
+
     /// Where input `k`, output `n` (both counted inside the sub-matrix) is, from its first byte.
     pub fn byte_of(&self, k: usize, n: usize) -> usize {
         (n / TILE) * TILE * self.k_padded as usize + (k / TILE) * TILE * TILE + (n % TILE) * TILE + k % TILE

@@ -6,15 +6,23 @@ use super::Prepared;
 use crate::blocks;
 use crate::error::{AtFile, Error, Failure};
 use crate::plan::{Chunk, Placed};
-use crate::quantize::{self, QuantizeError};
+use crate::quantize::{self, Deviation};
 use crate::tensor::{Int8Matrix, MatrixId, MatrixView};
-use crate::tile;
+use crate::tile::{self, TILE};
 
 /// One matrix in its chunk.
+#[derive(Default)]
 struct Filled {
     scales: Vec<f32>,
     error: f64,
     n_clamped: u64,
+}
+
+/// Some rows of a matrix, as many as a tile has outputs: small enough for the second cache.
+#[derive(Default)]
+struct Rows {
+    floats: Vec<f32>,
+    codes: Int8Matrix,
 }
 
 /// The quantisation errors of all matrices.
@@ -62,8 +70,11 @@ impl Prepared {
         let mut scales = Vec::new();
         let groups: Vec<&[Placed]> = chunk.parts.chunk_by(|a, b| a.matrix == b.matrix).collect();
         let slices = slices(&mut tiles, &groups);
-        let filled: Result<Vec<Filled>, Error> =
-            groups.par_iter().zip(slices).map(|(parts, slice)| self.fill_matrix(parts, slice)).collect();
+        let filled: Result<Vec<Filled>, Error> = groups
+            .par_iter()
+            .zip(slices)
+            .map_init(Rows::default, |rows, (parts, slice)| self.fill_matrix(parts, slice, rows))
+            .collect();
         for (parts, filled) in groups.iter().zip(filled?) {
             errors.add(parts[0].matrix, &filled);
             // A matrix that runs over into the next chunk has its scales where it begins.
@@ -75,36 +86,42 @@ impl Prepared {
     }
 
     /// Dequantises one matrix, quantises it to int8, and lays its parts into `tiles`, which begin with the first.
-    fn fill_matrix(&self, parts: &[Placed], tiles: &mut [u8]) -> Result<Filled, Error> {
+    fn fill_matrix(&self, parts: &[Placed], tiles: &mut [u8], rows: &mut Rows) -> Result<Filled, Error> {
         let id = parts[0].matrix;
-        let (matrix, error, n_clamped) = self.quantize(id)?;
-        let first = parts[0].offset;
-        for placed in parts {
-            let at = (placed.offset - first) as usize;
-            let len = placed.tiles.bytes() as usize;
-            tile::tile(&matrix, &placed.tiles, &mut tiles[at..at + len])?;
-        }
-        Ok(Filled { scales: matrix.scales, error, n_clamped })
-    }
-
-    fn quantize(&self, id: MatrixId) -> Result<(Int8Matrix, f64, u64), Error> {
+        let model = &self.request.model;
         let bank = self.weights.bank(id.layer).and_then(|bank| bank.weight(id.expert, id.projection));
         let weight =
             bank.ok_or_else(|| Error::usage(format!("the plan names {id}, which the model does not have")))?;
         // Of a matrix whose rows are shared, the first ones.
         let n_rows = self.plan.n_rows(id).map_or(0, |rows| rows as usize).min(weight.n_out);
         let no_rows = || Error::usage(format!("{id} has no weights"));
-        let len = weight.dtype.row_bytes(weight.n_in as u64).and_then(|row| row.checked_mul(n_rows as u64));
-        let place = len.and_then(|len| weight.place.part(0, len)).ok_or_else(no_rows)?;
-        let bytes = self.source.bytes(place).at(&self.request.model)?;
-        let mut rows = vec![0.0; weight.n_in * n_rows];
-        blocks::dequantize(weight.dtype, bytes, &mut rows).at(&self.request.model)?;
-        let n_clamped = if self.request.allow_nonfinite { quantize::clamp(&mut rows) } else { 0 };
-        let view = MatrixView::new(&rows, n_rows, weight.n_in).ok_or_else(no_rows)?;
-        let matrix = quantize::per_channel(view).map_err(|error: QuantizeError| {
-            Error::from(Failure::Quantize { matrix: id.to_string(), error }).or_at(&self.request.model)
-        })?;
-        let error = quantize::error_of(&matrix, view);
-        Ok((matrix, error, n_clamped))
+        let row_bytes = weight.dtype.row_bytes(weight.n_in as u64).ok_or_else(no_rows)?;
+        let place = row_bytes.checked_mul(n_rows as u64).and_then(|len| weight.place.part(0, len));
+        let bytes = self.source.bytes(place.ok_or_else(no_rows)?).at(model)?;
+        let (mut filled, mut deviation) = (Filled::default(), Deviation::default());
+        for (first, bytes) in (0..).step_by(TILE).zip(bytes.chunks(TILE * row_bytes as usize)) {
+            let n = bytes.len() / row_bytes as usize;
+            rows.floats.resize(n * weight.n_in, 0.0);
+            blocks::dequantize(weight.dtype, bytes, &mut rows.floats).at(model)?;
+            if self.request.allow_nonfinite {
+                filled.n_clamped += quantize::clamp(&mut rows.floats);
+            }
+            let view = MatrixView::new(&rows.floats, n, weight.n_in).ok_or_else(no_rows)?;
+            quantize::per_channel_into(view, &mut rows.codes).map_err(|error| {
+                Error::from(Failure::Quantize { matrix: id.to_string(), error: error.after(first) })
+                    .or_at(model)
+            })?;
+            deviation.add(&rows.codes, view);
+            filled.scales.extend_from_slice(&rows.codes.scales);
+            for placed in parts {
+                let Some((band, at)) = placed.tiles.band(first) else { continue };
+                let at = (placed.offset - parts[0].offset) as usize + at;
+                let len = band.bytes() as usize;
+                let tiles = tiles.get_mut(at..at + len).ok_or_else(no_rows)?;
+                tile::tile(&rows.codes, &band, tiles)?;
+            }
+        }
+        filled.error = deviation.relative();
+        Ok(filled)
     }
 }

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -17,8 +17,9 @@ use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags};
 use rustix::io::Errno;
 use rustix::process::Resource;
 
-use super::PackError;
+use super::direct::{Direct, to_block};
 use super::writer::Sink;
+use super::{PackError, wide};
 use crate::units::Bytes;
 
 /// What becomes of an output that is there already.
@@ -35,6 +36,9 @@ const NAME_MAX: usize = 255;
 
 /// The disk is set to work whenever so many bytes more were written, rather than with all of them at the end.
 const FLUSHED_AT_ONCE: usize = 64 << 20;
+
+/// Files of so many bytes and more are written past the page cache.
+pub(super) const LARGE: u64 = 64 << 20;
 
 /// The partial files of this process.
 static OPEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -59,8 +63,11 @@ pub struct Partial {
     target: PathBuf,
     existing: Existing,
     committed: bool,
+    /// Where the next byte goes.
+    at: u64,
+    direct: Option<Direct>,
     flusher: Option<Flusher>,
-    /// Bytes written since the flusher was last woken.
+    /// Bytes written through the page cache since the flusher was last woken.
     unflushed: usize,
 }
 
@@ -130,6 +137,8 @@ impl Partial {
             target: target.to_owned(),
             existing,
             committed: false,
+            at: 0,
+            direct: None,
             flusher: None,
             unflushed: 0,
         })
@@ -181,10 +190,16 @@ impl Sink for Partial {
             return Err(self.no_space(len, free));
         }
         match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, len) {
-            Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.file.set_len(len).map_err(|e| self.explain(e, len)),
-            Err(e) => Err(self.explain(e.into(), len)),
+            Ok(()) => {}
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                self.file.set_len(len).map_err(|e| self.explain(e, len))?;
+            }
+            Err(e) => return Err(self.explain(e.into(), len)),
         }
+        if len >= LARGE {
+            self.direct = Direct::start(&self.file, &self.path);
+        }
+        Ok(())
     }
 
     fn explain(&self, error: io::Error, needed: u64) -> PackError {
@@ -198,6 +213,8 @@ impl Sink for Partial {
     /// Brings the bytes to the disk, then gives them their name.
     fn commit(mut self) -> Result<(), PackError> {
         let failed = |what, path: &Path, source| PackError::Io { what, path: path.to_owned(), source };
+        let written = self.direct.take().map_or(Ok(()), |direct| direct.finish(&self.file));
+        written.map_err(|e| failed("write", &self.path, e))?;
         let flushed = self.flusher.take().map_or(Ok(()), Flusher::join);
         flushed.and_then(|()| self.file.sync_all()).map_err(|e| failed("flush", &self.path, e))?;
         match self.rename() {
@@ -209,9 +226,10 @@ impl Sink for Partial {
     }
 }
 
-impl Write for Partial {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let n = self.file.write(bytes)?;
+impl Partial {
+    /// Writes through the page cache at the place that is due.
+    fn write_usually(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.file.write_at(bytes, self.at)?;
         self.unflushed += n;
         if self.unflushed >= FLUSHED_AT_ONCE {
             self.unflushed = 0;
@@ -223,6 +241,25 @@ impl Write for Partial {
         }
         Ok(n)
     }
+}
+
+impl Write for Partial {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = match &mut self.direct {
+            Some(direct) => direct.take(&self.file, self.at, bytes)?,
+            None => None,
+        };
+        let n = match taken {
+            Some(n) => n,
+            // Only up to the next block where there is a direct way from there on.
+            None if self.direct.is_some() => {
+                self.write_usually(&bytes[..bytes.len().min(to_block(self.at))])?
+            }
+            None => self.write_usually(bytes)?,
+        };
+        self.at += wide(n);
+        Ok(n)
+    }
 
     fn flush(&mut self) -> io::Result<()> {
         self.file.flush()
@@ -230,8 +267,15 @@ impl Write for Partial {
 }
 
 impl Seek for Partial {
-    fn seek(&mut self, to: io::SeekFrom) -> io::Result<u64> {
-        self.file.seek(to)
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let (from, by) = match to {
+            SeekFrom::Start(at) => (at, 0),
+            SeekFrom::Current(by) => (self.at, by),
+            SeekFrom::End(by) => (self.file.metadata()?.len(), by),
+        };
+        let before = || io::Error::new(io::ErrorKind::InvalidInput, "a place before the file's beginning");
+        self.at = from.checked_add_signed(by).ok_or_else(before)?;
+        Ok(self.at)
     }
 }
 

@@ -110,7 +110,7 @@ impl<'a> WeightView<'a> {
 }
 
 /// A matrix in int8 with one scale per output row: `w ≈ codes[o][i] * scales[o]`, `|code| <= 127`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Int8Matrix {
     /// `[n_out, n_in]`, row-major.
     pub codes: Vec<i8>,
