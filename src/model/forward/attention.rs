@@ -6,7 +6,7 @@ use super::ForwardError;
 use super::dense::sigmoid;
 use super::memory::{KvCache, Rows};
 use super::rope::Angles;
-use super::rows::{add_to_each, add_weighted, for_each_chunk, norm_each, view};
+use super::rows::{add_to_each, add_weighted, add_weighted_to_both, for_each_chunk, norm_each, view};
 use crate::executor::{Executor, Product};
 use crate::kernel::{Activations, Form, Kernel, Loops, exp};
 use crate::model::parts::{Attention, RmsNorm};
@@ -177,20 +177,57 @@ impl Loops for Combine<'_> {
         for block in (first..first + n).step_by(POSITIONS) {
             let end = (block + POSITIONS).min(first + n);
             let values = values.widened(block * n_value..end * n_value, &mut scratch);
-            for ((seen, scores), out) in
-                seen.iter().zip(scores.chunks_exact(n)).zip(out.chunks_exact_mut(width))
-            {
-                let start = block.max(seen.positions.start);
-                let end = (block + POSITIONS).min(seen.positions.end);
-                if start < end {
-                    let values = &values[(start - block) * n_value..(end - block) * n_value];
-                    add_weighted(out, &scores[start - first..end - first], values);
-                }
+            let mut queries = seen.chunks(TOGETHER).zip(scores.chunks(TOGETHER * n));
+            for (out, (seen, scores)) in out.chunks_mut(TOGETHER * width).zip(&mut queries) {
+                add_block(out, seen, scores, first, block..end, values);
             }
         }
         for (sum, out) in sums.into_iter().zip(out.chunks_exact_mut(width)) {
             let scale = (1.0 / sum) as f32;
             out.iter_mut().for_each(|out| *out *= scale);
+        }
+    }
+}
+
+/// Queries whose sums of values grow side by side, so that a value is read once for all of them.
+const TOGETHER: usize = 2;
+
+/// Adds the weighted values of the positions `block`, `[block.len(), _]`, to what some queries attend to: of each
+/// those that it sees, in order. `scores` are `[seen.len(), _]`, of the positions `first` and on.
+#[inline(always)]
+fn add_block(
+    out: &mut [f32],
+    seen: &[Seen],
+    scores: &[f32],
+    first: usize,
+    block: Range<usize>,
+    values: &[f32],
+) {
+    let (n, width) = (scores.len() / seen.len(), out.len() / seen.len());
+    let n_value = values.len() / block.len();
+    let clamp = |at: usize| at.clamp(block.start, block.end);
+    // What all of them see, if that is anything; what single ones see comes before and after it.
+    let start = seen.iter().map(|seen| clamp(seen.positions.start)).max().unwrap_or(block.start);
+    let end = seen.iter().map(|seen| clamp(seen.positions.end)).min().unwrap_or(block.end).max(start);
+    let all = if seen.len() == TOGETHER { start..end } else { start..start };
+    // Loops, not closures: a closure that is handed on is not compiled for this CPU.
+    for before in [true, false] {
+        for (i, seen) in seen.iter().enumerate() {
+            let Range { start, end } = seen.positions;
+            let (start, end) = match before {
+                true => (clamp(start), clamp(end).min(all.start)),
+                false => (clamp(start).max(all.end), clamp(end)),
+            };
+            if start < end {
+                let weights = &scores[i * n..(i + 1) * n][start - first..end - first];
+                let values = &values[(start - block.start) * n_value..(end - block.start) * n_value];
+                add_weighted(&mut out[i * width..(i + 1) * width], weights, values);
+            }
+        }
+        if before && !all.is_empty() {
+            let weights = |i: usize| &scores[i * n..(i + 1) * n][all.start - first..all.end - first];
+            let values = &values[(all.start - block.start) * n_value..(all.end - block.start) * n_value];
+            add_weighted_to_both(out, [weights(0), weights(1)], values);
         }
     }
 }
@@ -272,6 +309,27 @@ mod tests {
         let whole = attended(&head(CacheType::F32, &keys, &values));
         assert_ne!(half, whole);
         assert!(half.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-3));
+    }
+
+    #[test]
+    fn a_query_gets_the_same_bits_alone_and_beside_others() {
+        let (keys, values) = (numbers(POSITIONS * DIM, 1), numbers(POSITIONS * DIM, 2));
+        for cache in [CacheType::F32, CacheType::F16] {
+            let head = head(cache, &keys, &values);
+            let past = Past { keys: head.keys.rows(), values: head.values.rows() };
+            // Causal ones, windows, and one that sees what its neighbour does not.
+            let ranges = [0..40, 0..41, 0..42, 3..43, 4..75, 31..33, 32..64, 0..1, 70..75];
+            let seen = |range: &std::ops::Range<usize>| Seen { positions: range.clone(), sink: None };
+            let queries = numbers(ranges.len() * DIM, 5);
+            let mut together = vec![f32::NAN; queries.len()];
+            attend_all(&queries, &ranges.each_ref().map(seen), past, 0.3, &mut together);
+            for ((range, query), expected) in ranges.iter().zip(queries.chunks(DIM)).zip(together.chunks(DIM))
+            {
+                let mut alone = [f32::NAN; DIM];
+                attend_all(query, &[seen(range)], past, 0.3, &mut alone);
+                assert!(alone.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{range:?}");
+            }
+        }
     }
 
     #[test]

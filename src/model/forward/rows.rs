@@ -101,3 +101,29 @@ pub(super) fn add_weighted(out: &mut [f32], weights: &[f32], rows: &[f32]) {
         out.iter_mut().zip(row).for_each(|(out, value)| *out += weight * value);
     }
 }
+
+/// [`add_weighted`] to two outputs, `[2, _]`, of the same rows: the same bits, and each row is read once.
+#[inline(always)]
+pub(super) fn add_weighted_to_both(out: &mut [f32], weights: [&[f32]; 2], rows: &[f32]) {
+    let (first, second) = out.split_at_mut(out.len() / 2);
+    let (width, n) = (first.len(), rows.len() / weights[0].len().max(1));
+    let fours = weights[0].len() / 4 * 4;
+    for j in (0..fours).step_by(4) {
+        let rows = &rows[j * n..(j + 4) * n];
+        let (a, b) = (&rows[..width], &rows[n..n + width]);
+        let (c, d) = (&rows[2 * n..2 * n + width], &rows[3 * n..3 * n + width]);
+        let ([e, f, g, h], [k, l, m, o]) = (four(weights[0], j), four(weights[1], j));
+        let (first, second) = (&mut first[..width], &mut second[..width]);
+        for i in 0..width {
+            first[i] = first[i] + e * a[i] + f * b[i] + g * c[i] + h * d[i];
+            second[i] = second[i] + k * a[i] + l * b[i] + m * c[i] + o * d[i];
+        }
+    }
+    add_weighted(first, &weights[0][fours..], &rows[fours * n..]);
+    add_weighted(second, &weights[1][fours..], &rows[fours * n..]);
+}
+
+#[inline(always)]
+fn four(weights: &[f32], j: usize) -> [f32; 4] {
+    [weights[j], weights[j + 1], weights[j + 2], weights[j + 3]]
+}
