@@ -108,7 +108,7 @@ impl Direct {
         let follows = |(start, buffer): &(u64, Buffer)| start + wide(buffer.len) == at;
         if !self.now.as_ref().is_some_and(follows) {
             self.end_run(file)?;
-            if at % wide(ALIGNMENT) != 0 {
+            if !at.is_multiple_of(wide(ALIGNMENT)) {
                 return Ok(None);
             }
             let buffer = self.spare.take().or_else(|| self.free.recv().ok());
