@@ -200,24 +200,9 @@ impl Scaled for Mxfp4 {
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     unsafe fn eight_scales(blocks: [*const u8; 2]) -> __m512 {
         // The last byte of each lane is the first one of a block; the other eight take the other half.
-        let index = _mm512_setr_epi32(
-            0,
-            17 << 24,
-            34 << 24,
-            51 << 24,
-            68 << 24,
-            85 << 24,
-            102 << 24,
-            119 << 24,
-            0,
-            17 << 24,
-            34 << 24,
-            51 << 24,
-            68 << 24,
-            85 << 24,
-            102 << 24,
-            119 << 24,
-        );
+        let at = |i: i32| (17 * i) << 24;
+        let index = _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+        let index = _mm512_broadcast_i64x4(index);
         // SAFETY: the caller vouches for eight blocks each, which are 136 bytes.
         let [first, second] = unsafe { blocks.map(|eight| [load64(eight), load64(eight.add(64))]) };
         let first = _mm512_maskz_permutex2var_epi8(0x8888_8888, first[0], index, first[1]);
