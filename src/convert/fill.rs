@@ -95,7 +95,8 @@ impl Prepared {
         // Of a matrix whose rows are shared, the first ones.
         let n_rows = self.plan.n_rows(id).map_or(0, |rows| rows as usize).min(weight.n_out);
         let no_rows = || Error::usage(format!("{id} has no weights"));
-        let row_bytes = weight.dtype.row_bytes(weight.n_in as u64).ok_or_else(no_rows)?;
+        let row_bytes = weight.dtype.row_bytes(weight.n_in as u64).filter(|len| *len > 0);
+        let row_bytes = row_bytes.ok_or_else(no_rows)?;
         let place = row_bytes.checked_mul(n_rows as u64).and_then(|len| weight.place.part(0, len));
         let bytes = self.source.bytes(place.ok_or_else(no_rows)?).at(model)?;
         let (mut filled, mut deviation) = (Filled::default(), Deviation::default());

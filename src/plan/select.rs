@@ -228,13 +228,11 @@ impl<'a> Choices<'a> {
                     if weights.hits > 0.0 {
                         worth += weights.hits * self.hits(state);
                     }
+                    let every = step == 1 || (short.is_multiple_of(step) && long.is_multiple_of(step));
                     // More that saves nothing is of no use.
-                    if worth > last {
+                    if worth > last && (every || long == first || short == short_base) {
                         last = worth;
-                        let every = step == 1 || (short.is_multiple_of(step) && long.is_multiple_of(step));
-                        if every || long == first || short == short_base {
-                            visit(state, worth);
-                        }
+                        visit(state, worth);
                     }
                 }
             }
@@ -665,6 +663,23 @@ mod tests {
             }
         }
         assert!(by_rows > 500 && by_experts > 500, "{by_rows} layers by rows, {by_experts} by experts");
+    }
+
+    #[test]
+    fn a_state_that_is_looked_at_takes_over_from_those_that_are_not() {
+        let model = model(8, 64);
+        let rows =
+            Phases { gate_up: vec![9.0; model.rows.gate_up.len()], down: vec![9.0; model.rows.down.len()] };
+        // The third gate saves, and no other; each down does.
+        let gate_up = vec![9.0, 9.0, 9.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0];
+        let down = (0..9).map(|n| 9.0 - f64::from(n)).collect();
+        let curves = Curves { experts: Phases { gate_up, down }, rows };
+        let choice = Choices::new(&model, &curves, &curves, Shares::Experts, 4096);
+        let weights = Weights { decode: 1.0, ..Weights::NONE };
+        let mut looked_at = Vec::new();
+        choice.expert_states(weights, 2, &mut |state, worth| looked_at.push((state, worth)));
+        assert!(looked_at.contains(&(State::experts(4, 2), choice.value(State::experts(4, 2), weights))));
+        assert!(!looked_at.iter().any(|(state, _)| *state == State::experts(3, 2)));
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub fn bench() {
         );
     }
     println!(
-        "all four in turn, milliseconds that a call saves by the prior system's figures (estimated): moving pays from \
+        "all four in turn, milliseconds that a matrix of a call saves on the prior system (estimated): moving pays from \
          {:.0} % hits on",
         100.0 * worth_moving()
     );

@@ -11,6 +11,9 @@ use crate::median;
 const BYTES: usize = 256 << 20;
 const N_IN: usize = 2048;
 const RUNS: usize = 7;
+/// Within the second cache of a core, and how often it is read there.
+const CACHED: usize = 200 << 10;
+const ROUNDS: usize = 50;
 /// Rows of the matrix–matrix product, and the outputs that it has.
 const MANY: usize = 64;
 const N_OUT_MANY: usize = 2048;
@@ -35,7 +38,7 @@ const TYPES: [Dtype; 14] = [
 pub fn bench() {
     let kernel = Kernel::detect();
     println!("kernels: {:?}; rows of {N_IN}, measured here", kernel.path());
-    println!("  type      threads   GB/s   plain read   share   GMAC/s at {MANY} rows");
+    println!("  type      threads   GB/s   plain read   share   from the cache   GMAC/s at {MANY} rows");
     // The bytes of small half-precision numbers in any type, so that nothing overflows.
     let mut bytes: Vec<u8> = (0..BYTES).map(|i| if i % 2 == 1 { 0x14 } else { i as u8 }).collect();
     for n_threads in [1, 2] {
@@ -54,19 +57,38 @@ pub fn bench() {
                 product.push(gigabytes(bytes.len(), multiply(kernel, &pool, weight, 1)));
                 plain.push(gigabytes(bytes.len(), read(&pool, bytes)));
             }
+            let n_cached = CACHED / row_bytes / 16 * 16;
+            let cached =
+                WeightView::new(dtype, N_IN, n_cached, &bytes[..n_cached * row_bytes]).expect("whole rows");
+            let cached = median((0..RUNS).map(|_| from_cache(kernel, cached)).collect());
             let few = WeightView::new(dtype, N_IN, N_OUT_MANY, &bytes[..N_OUT_MANY * row_bytes]);
             let few = few.expect("whole rows");
             let work = (N_IN * N_OUT_MANY * MANY) as f64;
             let rates = (0..RUNS).map(|_| work / multiply(kernel, &pool, few, MANY) / 1e9).collect();
             let (product, plain) = (median(product), median(plain));
             println!(
-                "  {:<9} {n_threads:>7} {product:>6.1} {plain:>12.1} {:>6.0}% {:>13.0}",
+                "  {:<9} {n_threads:>7} {product:>6.1} {plain:>12.1} {:>6.0}% {cached:>15.1} {:>13.0}",
                 dtype.to_string(),
                 100.0 * product / plain,
                 median(rates)
             );
         }
     }
+}
+
+/// GB/s of one row times a matrix that stays in the cache, on this thread alone.
+fn from_cache(kernel: Kernel, weight: WeightView<'_>) -> f64 {
+    let row: Vec<f32> = (0..N_IN).map(|i| (i % 251) as f32 / 125.0 - 1.0).collect();
+    let mut acts = Activations::default();
+    let rows = MatrixView::new(&row, 1, N_IN).expect("a row");
+    acts.quantize(kernel, Form::for_weight(weight.dtype()), rows);
+    let mut out = vec![0.0; weight.n_out()];
+    let seconds = wall(|| {
+        for _ in 0..ROUNDS {
+            kernel.multiply(weight, 0..weight.n_out(), &acts, &[0], &mut out).expect("a type with a decoder");
+        }
+    });
+    gigabytes(ROUNDS * weight.bytes().len(), seconds)
 }
 
 /// Seconds on the clock: processor time, which `--busy` takes elsewhere, is told in steps longer than these products.

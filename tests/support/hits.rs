@@ -29,8 +29,8 @@ pub const SLOTS: [usize; 5] = [3, 6, 9, 12, 18];
 /// Places of a text at which reading begins, for what stays by being called first.
 const BEGINNINGS: usize = 16;
 
-/// What the prior system measured, milliseconds of one product of LFM2.5: on its CPU, on the NPU in a stream, and for
-/// moving a matrix there (docs/planning.md).
+/// Milliseconds of one matrix of LFM2.5 on the prior system (docs/planning.md): its product on the CPU and moving it to the
+/// NPU, both measured by others; its product there in a stream, by the cost model: 7.3 ms for 44.4 of them.
 const COLD_MS: f64 = 0.688;
 const HOT_MS: f64 = 0.164;
 const LOAD_MS: f64 = 5.9;
@@ -205,7 +205,7 @@ fn replay(texts: &[&Trace], mut is_hit: impl FnMut(Expert) -> bool) -> Vec<f64> 
     texts.iter().map(share).collect()
 }
 
-/// Milliseconds that a call saves, in the mean, when this share of calls finds its expert, and the others move theirs
+/// Milliseconds that a matrix of a call saves, in the mean, when this share of calls finds its expert, and the others move theirs
 /// if there is moving.
 pub fn saved_ms(share: f64, moving: bool) -> f64 {
     share * (COLD_MS - HOT_MS) - if moving { (1.0 - share) * LOAD_MS } else { 0.0 }
