@@ -89,6 +89,11 @@ pub(super) fn keyed(context: &str, bytes: &[u8]) -> Digest {
     finish(&hasher)
 }
 
+/// Begins what [`digest`] gives, for bytes that come in pieces.
+pub(super) fn hasher() -> blake3::Hasher {
+    blake3::Hasher::new_derive_key(SECTION_CONTEXT)
+}
+
 /// Adds `bytes`, on several threads where that is faster. The digest does not depend on it.
 pub(super) fn update(hasher: &mut blake3::Hasher, bytes: &[u8]) {
     if bytes.len() < WORTH_THREADS {

@@ -261,10 +261,15 @@ impl Pack {
     /// [`PackError::SectionDigest`] when it differs; [`PackError::Value`] when there is no such part.
     pub fn check_part(&self, section: &Section, part: usize) -> Result<(), PackError> {
         let bytes = section_parts(section, self.bytes(section)).and_then(|mut parts| parts.nth(part));
-        let (Some(bytes), Some(expected)) = (bytes, section.digests.get(part)) else {
-            return Err(PackError::value(section.label(), "part", part, "a part of the section"));
-        };
-        let (found, expected) = (digest(bytes), *expected);
+        let missing = || PackError::value(section.label(), "part", part, "a part of the section");
+        let bytes = bytes.ok_or_else(missing)?;
+        self.compare(section, part, digest(bytes))
+    }
+
+    /// Holds the digest that a part of a section has to the one that is written in the index.
+    pub(super) fn compare(&self, section: &Section, part: usize, found: Digest) -> Result<(), PackError> {
+        let missing = || PackError::value(section.label(), "part", part, "a part of the section");
+        let expected = *section.digests.get(part).ok_or_else(missing)?;
         if found == expected {
             return Ok(());
         }

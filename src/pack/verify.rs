@@ -15,12 +15,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::slice::ChunksExact;
 
 use rayon::prelude::*;
 
 use super::layout::TILE;
 use super::manifest::{Kind, Part, Placement, Section, SubMatrix};
-use super::{Digest, Pack, PackError, slice, wide};
+use super::{Digest, Pack, PackError, digest, slice, wide};
 
 /// How much is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,31 +193,49 @@ fn contents(pack: &Pack) -> BTreeMap<u32, Content<'_>> {
     inside
 }
 
-/// Digests of all parts, then the sense of what a chunk holds, while its bytes are near.
+/// The digests of all parts of a section, and the sense of what it holds for the NPU.
 fn check_section(
     pack: &Pack,
     section: &Section,
     content: &Content<'_>,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Vec<Finding> {
+    if section.kind == Kind::Chunk {
+        return check_chunk(pack, section, &content.parts, progress);
+    }
     let parts = (0..section.digests.len()).into_par_iter().filter_map(|part| {
         let found = pack.check_part(section, part).err();
         progress(section.part_len());
         found.map(Finding::Digest)
     });
     let mut findings: Vec<Finding> = parts.collect();
-    match section.kind {
-        Kind::Chunk => {
-            let parts = content.parts.par_iter();
-            let walked = parts.flat_map_iter(|(placement, part)| check_tiles(pack, section, placement, part));
-            findings.extend(walked.collect::<Vec<_>>());
-            findings.extend(check_gaps(pack, section, &content.parts));
-        }
-        Kind::Scales => {
-            findings.extend(content.matrices.iter().filter_map(|placement| check_scales(pack, placement)))
-        }
-        _ => {}
+    if section.kind == Kind::Scales {
+        findings.extend(content.matrices.iter().filter_map(|placement| check_scales(pack, placement)));
     }
+    findings
+}
+
+/// The digest of a chunk and the sense of its tiles, a piece after the other: read for sense while it is still in the
+/// cache that hashing brought it to. Then what lies between its parts, which are sorted.
+fn check_chunk(
+    pack: &Pack,
+    section: &Section,
+    parts: &[(&Placement, &Part)],
+    progress: &(dyn Fn(u64) + Sync),
+) -> Vec<Finding> {
+    let mut walks: Vec<Walk<'_>> =
+        parts.iter().map(|(placement, part)| Walk::new(pack, section, placement, part)).collect();
+    let mut hasher = digest::hasher();
+    let mut end = section.offset;
+    for piece in pack.bytes(section).chunks(PIECE) {
+        digest::update(&mut hasher, piece);
+        end = end.saturating_add(wide(piece.len()));
+        walks.iter_mut().for_each(|walk| walk.up_to(end));
+        progress(wide(piece.len()));
+    }
+    let mut findings = Vec::from_iter(pack.compare(section, 0, digest::finish(&hasher)).err().map(Finding::Digest));
+    findings.extend(walks.iter().flat_map(Walk::findings));
+    findings.extend(check_gaps(pack, section, parts));
     findings
 }
 
@@ -265,26 +284,6 @@ fn check_scales(pack: &Pack, placement: &Placement) -> Option<Finding> {
     Some(Finding::Scale { matrix: placement.matrix.to_string(), row, found })
 }
 
-/// The first forbidden code, the first code in the padding and the first row of scale 0 with codes.
-fn check_tiles(pack: &Pack, section: &Section, placement: &Placement, part: &Part) -> Vec<Finding> {
-    let sub = &part.sub;
-    let rows = index(sub.n0)..index(sub.n0.saturating_add(sub.n_len));
-    let scales = pack.stored_scales(placement).get(rows).unwrap_or_default();
-    let walk = Walk { sub, scales: scales.iter().map(|le| f32::from_le_bytes(*le)).collect() };
-    let mut wrong = Wrong::default();
-    walk.run(pack.part_bytes(part), section.offset.saturating_add(part.offset), &mut wrong);
-    let matrix = placement.matrix.to_string();
-    let code = wrong.code.map(|At { k, n, offset }| Finding::Code { matrix: matrix.clone(), k, n, offset });
-    let padding = wrong.padding.map(|At { k, n, offset }| Finding::TilePadding {
-        matrix: matrix.clone(),
-        k,
-        n,
-        offset,
-    });
-    let scale = wrong.scale.map(|row| Finding::Scale { matrix: matrix.clone(), row, found: 0.0 });
-    code.into_iter().chain(padding).chain(scale).collect()
-}
-
 /// The first of each kind in a part.
 #[derive(Default)]
 struct Wrong {
@@ -301,6 +300,8 @@ struct At {
     offset: u64,
 }
 
+/// Bytes of a chunk that are hashed, then read for sense: the second cache of a core holds them.
+const PIECE: usize = 256 << 10;
 /// A run of 32 codes: one output, 32 consecutive inputs.
 const RUN: usize = 32;
 /// A tile of 32 runs.
@@ -308,51 +309,92 @@ const TILE_BYTES: usize = 1024;
 
 /// Reads the tiles of one part in the order they lie in: 32 outputs, 32 inputs, output, input.
 struct Walk<'a> {
+    placement: &'a Placement,
     sub: &'a SubMatrix,
     /// Those of its outputs.
     scales: Vec<f32>,
+    /// What is left of the tiles, and where in the file it begins.
+    tiles: ChunksExact<'a, u8>,
+    offset: u64,
+    /// The first input and output of the next tile, counted in the part.
+    k: u32,
+    n: u32,
+    /// Whether the rows of the next tile lie inside the matrix and none of them has scale 0.
+    plain_rows: bool,
+    wrong: Wrong,
 }
 
-impl Walk<'_> {
-    /// `offset` is that of the tiles in the file.
-    fn run(&self, tiles: &[u8], offset: u64, wrong: &mut Wrong) {
-        // The first input and output of the tile, counted in the part.
-        let (mut k, mut n) = (0u32, 0u32);
-        for (tile, number) in tiles.chunks_exact(TILE_BYTES).zip(0u64..) {
+impl<'a> Walk<'a> {
+    fn new(pack: &'a Pack, section: &Section, placement: &'a Placement, part: &'a Part) -> Walk<'a> {
+        let sub = &part.sub;
+        let rows = index(sub.n0)..index(sub.n0.saturating_add(sub.n_len));
+        let scales = pack.stored_scales(placement).get(rows).unwrap_or_default();
+        let mut walk = Walk {
+            placement,
+            sub,
+            scales: scales.iter().map(|le| f32::from_le_bytes(*le)).collect(),
+            tiles: pack.part_bytes(part).chunks_exact(TILE_BYTES),
+            offset: section.offset.saturating_add(part.offset),
+            k: 0,
+            n: 0,
+            plain_rows: false,
+            wrong: Wrong::default(),
+        };
+        walk.plain_rows = walk.has_plain_rows();
+        walk
+    }
+
+    /// Goes on up to the first tile that begins at `end` of the file or behind it.
+    fn up_to(&mut self, end: u64) {
+        while self.offset < end
+            && let Some(tile) = self.tiles.next()
+        {
             // Almost all tiles are whole and have scales: they are only searched for the forbidden code.
-            if tile.iter().fold(false, |found, byte| found | (*byte == 0x80)) || !self.is_plain(k, n) {
-                let offset = offset.saturating_add(number.saturating_mul(wide(TILE_BYTES)));
-                self.tile(tile, k, n, offset, wrong);
+            let plain = self.plain_rows && self.k.saturating_add(TILE) <= self.sub.k_len;
+            if !plain || memchr::memchr(0x80, tile).is_some() {
+                self.tile(tile);
             }
-            k = k.saturating_add(TILE);
-            if k >= self.sub.k_padded {
-                (k, n) = (0, n.saturating_add(TILE));
+            self.offset = self.offset.saturating_add(wide(TILE_BYTES));
+            self.k = self.k.saturating_add(TILE);
+            if self.k >= self.sub.k_padded {
+                (self.k, self.n) = (0, self.n.saturating_add(TILE));
+                self.plain_rows = self.has_plain_rows();
             }
         }
     }
 
-    /// Whether a tile lies inside the matrix and none of its rows has scale 0.
-    fn is_plain(&self, k: u32, n: u32) -> bool {
-        let end = n.saturating_add(TILE);
-        let scales = self.scales.get(index(n)..index(end)).unwrap_or_default();
-        let inside = k.saturating_add(TILE) <= self.sub.k_len && end <= self.sub.n_len;
-        inside && scales.iter().all(|scale| *scale != 0.0)
+    fn has_plain_rows(&self) -> bool {
+        let end = self.n.saturating_add(TILE);
+        let scales = self.scales.get(index(self.n)..index(end));
+        end <= self.sub.n_len && scales.is_some_and(|scales| scales.iter().all(|scale| *scale != 0.0))
     }
 
-    fn tile(&self, tile: &[u8], k0: u32, n0: u32, offset: u64, wrong: &mut Wrong) {
-        let runs = tile.chunks_exact(RUN).zip(n0..).zip((offset..).step_by(RUN));
+    /// The first forbidden code, the first code in the padding and the first row of scale 0 with codes.
+    fn findings(&self) -> impl Iterator<Item = Finding> {
+        let Wrong { code, padding, scale } = &self.wrong;
+        let matrix = || self.placement.matrix.to_string();
+        let code = code.map(|At { k, n, offset }| Finding::Code { matrix: matrix(), k, n, offset });
+        let padding = padding.map(|At { k, n, offset }| Finding::TilePadding { matrix: matrix(), k, n, offset });
+        let scale = scale.map(|row| Finding::Scale { matrix: matrix(), row, found: 0.0 });
+        code.into_iter().chain(padding).chain(scale)
+    }
+
+    /// Every code of the next tile.
+    fn tile(&mut self, tile: &[u8]) {
+        let Walk { sub, scales, offset, k: k0, n: n0, wrong, .. } = self;
+        let runs = tile.chunks_exact(RUN).zip(*n0..).zip((*offset..).step_by(RUN));
         // Zeros are right everywhere.
         for ((run, n), offset) in runs.filter(|((run, _), _)| any_bit(run)) {
-            for ((byte, k), offset) in run.iter().zip(k0..).zip(offset..).filter(|((byte, _), _)| **byte != 0)
+            for ((byte, k), offset) in run.iter().zip(*k0..).zip(offset..).filter(|((byte, _), _)| **byte != 0)
             {
-                let (row, column) = (u64::from(self.sub.n0), u64::from(self.sub.k0));
+                let (row, column) = (u64::from(sub.n0), u64::from(sub.k0));
                 let at = At { k: column.saturating_add(k.into()), n: row.saturating_add(n.into()), offset };
                 if *byte == 0x80 {
                     wrong.code.get_or_insert(at);
                 }
-                if k >= self.sub.k_len || n >= self.sub.n_len {
+                if k >= sub.k_len || n >= sub.n_len {
                     wrong.padding.get_or_insert(at);
-                } else if self.scales.get(index(n)) == Some(&0.0) {
+                } else if scales.get(index(n)) == Some(&0.0) {
                     wrong.scale.get_or_insert(at.n);
                 }
             }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io::{self, Cursor, Seek, SeekFrom, Write};
 use std::path::Path;
 
-use super::digest::{self, SECTION_CONTEXT};
+use super::digest;
 use super::layout::{Header, Layout, PAGE, section_parts};
 use super::manifest::{Index, Kind, Section};
 use super::partial::{Existing, Partial};
@@ -274,7 +274,7 @@ impl<S: Sink> Writer<S> {
 
     /// Writes while another thread hashes: the disk and the processor need not wait for each other.
     fn write_hashed(&mut self, bytes: &[u8]) -> Result<Digest, PackError> {
-        let mut hasher = blake3::Hasher::new_derive_key(SECTION_CONTEXT);
+        let mut hasher = digest::hasher();
         for piece in bytes.chunks(PIECE) {
             let sink = &mut self.sink;
             let written = if piece.len() < WORTH_THREADS {
