@@ -63,8 +63,6 @@ impl Buffer {
 pub(super) struct Direct {
     /// The buffer being filled, and where it goes.
     now: Option<(u64, Buffer)>,
-    /// An empty one at hand.
-    spare: Option<Buffer>,
     free: Receiver<Buffer>,
     full: SyncSender<(u64, Buffer)>,
     /// Ends at the first write that fails.
@@ -95,7 +93,7 @@ impl Direct {
             Ok(())
         };
         let thread = thread::Builder::new().name("write".to_owned()).spawn(write).ok()?;
-        Some(Direct { now: None, spare: None, free, full, thread: Some(thread) })
+        Some(Direct { now: None, free, full, thread: Some(thread) })
     }
 
     /// Takes some bytes for this place in the file and says how many. `None` where they begin a run and no block begins
@@ -111,27 +109,24 @@ impl Direct {
             if !at.is_multiple_of(wide(ALIGNMENT)) {
                 return Ok(None);
             }
-            let buffer = self.spare.take().or_else(|| self.free.recv().ok());
-            self.now = Some((at, buffer.ok_or_else(|| self.failure())?));
+            let buffer = self.free.recv().map_err(|_| self.failure())?;
+            self.now = Some((at, buffer));
         }
         let Some((_, buffer)) = &mut self.now else { return Ok(None) };
         let n = buffer.take(bytes);
-        if buffer.len == BUFFER
-            && let Some(full) = self.now.take()
-            && self.full.send(full).is_err()
-        {
-            return Err(self.failure());
+        if buffer.len == BUFFER {
+            self.end_run(file)?;
         }
         Ok(Some(n))
     }
 
-    /// Writes what is left of a run: through the cache, since it need not end with a block.
+    /// Hands the buffer on. What is no whole block at its end goes through the cache.
     fn end_run(&mut self, file: &File) -> io::Result<()> {
         let Some((at, mut buffer)) = self.now.take() else { return Ok(()) };
-        file.write_all_at(buffer.bytes(), at)?;
-        buffer.len = 0;
-        self.spare = Some(buffer);
-        Ok(())
+        let whole = buffer.len - buffer.len % ALIGNMENT;
+        file.write_all_at(&buffer.bytes()[whole..], at + wide(whole))?;
+        buffer.len = whole;
+        self.full.send((at, buffer)).map_err(|_| self.failure())
     }
 
     /// Why the thread has ended.
