@@ -233,7 +233,8 @@ fn check_chunk(
         walks.iter_mut().for_each(|walk| walk.up_to(end));
         progress(wide(piece.len()));
     }
-    let mut findings = Vec::from_iter(pack.compare(section, 0, digest::finish(&hasher)).err().map(Finding::Digest));
+    let mut findings =
+        Vec::from_iter(pack.compare(section, 0, digest::finish(&hasher)).err().map(Finding::Digest));
     findings.extend(walks.iter().flat_map(Walk::findings));
     findings.extend(check_gaps(pack, section, parts));
     findings
@@ -374,7 +375,8 @@ impl<'a> Walk<'a> {
         let Wrong { code, padding, scale } = &self.wrong;
         let matrix = || self.placement.matrix.to_string();
         let code = code.map(|At { k, n, offset }| Finding::Code { matrix: matrix(), k, n, offset });
-        let padding = padding.map(|At { k, n, offset }| Finding::TilePadding { matrix: matrix(), k, n, offset });
+        let padding =
+            padding.map(|At { k, n, offset }| Finding::TilePadding { matrix: matrix(), k, n, offset });
         let scale = scale.map(|row| Finding::Scale { matrix: matrix(), row, found: 0.0 });
         code.into_iter().chain(padding).chain(scale)
     }
@@ -385,7 +387,8 @@ impl<'a> Walk<'a> {
         let runs = tile.chunks_exact(RUN).zip(*n0..).zip((*offset..).step_by(RUN));
         // Zeros are right everywhere.
         for ((run, n), offset) in runs.filter(|((run, _), _)| any_bit(run)) {
-            for ((byte, k), offset) in run.iter().zip(*k0..).zip(offset..).filter(|((byte, _), _)| **byte != 0)
+            for ((byte, k), offset) in
+                run.iter().zip(*k0..).zip(offset..).filter(|((byte, _), _)| **byte != 0)
             {
                 let (row, column) = (u64::from(sub.n0), u64::from(sub.k0));
                 let at = At { k: column.saturating_add(k.into()), n: row.saturating_add(n.into()), offset };

@@ -23,7 +23,7 @@ use crate::tensor::{Dtype, WeightView};
 use large::Large;
 use small::Small;
 
-/// A CPU that has AVX-512 (F, BW, DQ, VL, VBMI) and VNNI, and what [`Avx2`] asks for.
+/// A CPU that has AVX-512 (F, BW, DQ, VL, VBMI), VNNI and GFNI, and what [`Avx2`] asks for.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::kernel) struct Avx512(Avx2);
 
@@ -42,7 +42,8 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512vbmi")
-            && is_x86_feature_detected!("avx512vnni");
+            && is_x86_feature_detected!("avx512vnni")
+            && is_x86_feature_detected!("gfni");
         Avx2::detect().filter(|_| has).map(Avx512)
     }
 
@@ -54,7 +55,7 @@ impl Avx512 {
     /// See [`crate::kernel::Kernel::widely`].
     #[inline]
     pub(in crate::kernel) fn widely(self, work: impl wide::Loops) {
-        #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+        #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
         fn inner(work: impl wide::Loops) {
             work.run();
         }
@@ -218,7 +219,7 @@ struct Columns {
 ///
 /// So many rows of `row_bytes` are there; the CPU has the features.
 #[inline(never)]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn streams<const A: usize>(
     product: &impl Fours<A>,
     mut rows: [*const u8; 4],
@@ -309,7 +310,7 @@ struct Few<L, const A: usize> {
 
 impl<L: Loops, const A: usize> Fours<A> for Few<L, A> {
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A] {
         // SAFETY: the caller vouches for rows of `n_blocks`.
         unsafe { L::few(rows, self.n_blocks, &self.acts) }
@@ -388,7 +389,7 @@ fn write<const R: usize, const A: usize>(
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn load64<T>(bytes: *const T) -> __m512i {
     // SAFETY: the caller vouches for 64 bytes; no alignment is needed.
     unsafe { _mm512_loadu_si512(bytes.cast()) }
@@ -400,7 +401,7 @@ unsafe fn load64<T>(bytes: *const T) -> __m512i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn quarter_each(blocks: [*const u8; 4], at: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let [a, b, c, d] = unsafe { blocks.map(|block| &*block.add(at).cast::<[u8; 16]>()) };
@@ -416,7 +417,7 @@ unsafe fn quarter_each(blocks: [*const u8; 4], at: usize) -> __m512i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn twice32(bytes: *const u8) -> __m512i {
     // SAFETY: the caller vouches for 32 bytes; no alignment is needed.
     _mm512_broadcast_i64x4(unsafe { _mm256_loadu_si256(bytes.cast()) })
@@ -424,7 +425,7 @@ unsafe fn twice32(bytes: *const u8) -> __m512i {
 
 /// Sums of two neighbouring 32-bit lanes: in each quarter two of `x`, then two of `y`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn neighbours(x: __m512i, y: __m512i) -> __m512i {
     let (x, y) = (_mm512_castsi512_ps(x), _mm512_castsi512_ps(y));
     let even = _mm512_castps_si512(_mm512_shuffle_ps::<0b10_00_10_00>(x, y));
@@ -434,14 +435,14 @@ fn neighbours(x: __m512i, y: __m512i) -> __m512i {
 
 /// The sums of the quarters of four registers: lane r of quarter q is the sum of quarter q of `rows[r]`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn quarters(rows: [__m512i; 4]) -> __m512i {
     neighbours(neighbours(rows[0], rows[1]), neighbours(rows[2], rows[3]))
 }
 
 /// Rows of 32-bit lanes to columns: lane r of `out[i]` is lane i of `rows[r]`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
     let mut pairs = rows;
     for i in 0..8 {
@@ -473,7 +474,7 @@ fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
 /// Asks for the weights that come some way after `bytes` of each of four rows, which lie `done` bytes behind their
 /// beginnings. The next rows of their quarters follow them.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn prefetch(rows: &[*const u8; 4], done: usize, bytes: usize) {
     ask(rows, done + AHEAD, bytes);
 }
@@ -481,7 +482,7 @@ fn prefetch(rows: &[*const u8; 4], done: usize, bytes: usize) {
 /// Asks for `bytes` of each of four rows, `from` on: into the second cache, which was faster than into the first for
 /// every type that was tried (docs/performance.md).
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn ask(rows: &[*const u8; 4], from: usize, bytes: usize) {
     for line in (0..bytes).step_by(64) {
         for row in rows {
@@ -489,3 +490,41 @@ fn ask(rows: &[*const u8; 4], from: usize, bytes: usize) {
         }
     }
 }
+
+/// Adds products of 16-bit numbers to 32-bit sums, two neighbouring ones each, as `_mm512_dpwssd_epi32` does: the
+/// compiler would make two instructions of it, a product and a sum, which takes longer where many blocks are under way.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
+fn dpwssd(mut sums: __m512i, x: __m512i, y: __m512i) -> __m512i {
+    // SAFETY: the instruction is of the features above, and reads and writes these registers alone.
+    unsafe {
+        std::arch::asm!(
+            "vpdpwssd {0}, {1}, {2}",
+            inout(zmm_reg) sums, in(zmm_reg) x, in(zmm_reg) y,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sums
+}
+
+/// Takes the bits `matrix` names out of each byte: one instruction, where a shift and a mask are two.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
+fn bits(bytes: __m512i, matrix: i64) -> __m512i {
+    _mm512_gf2p8affine_epi64_epi8::<0>(bytes, _mm512_set1_epi64(matrix))
+}
+
+/// The matrix of so many bits of a byte, `first` and on, of which the byte's lowest are made: a row of eight bits for each,
+/// from the uppermost byte down.
+const fn taken(first: u32, n: u32) -> i64 {
+    let (mut matrix, mut i) = (0, 0);
+    while i < n {
+        matrix |= 1 << (first + i) << (56 - 8 * i);
+        i += 1;
+    }
+    matrix
+}
+
+/// The lower halves of bytes, and the upper ones.
+const LOWER: i64 = taken(0, 4);
+const UPPER: i64 = taken(4, 4);

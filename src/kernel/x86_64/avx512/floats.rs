@@ -26,7 +26,7 @@ impl Float for F32 {
     const BYTES: usize = 4;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn load(bytes: *const u8, there: u16) -> __m512 {
         // SAFETY: the caller vouches for the weights.
         unsafe { _mm512_maskz_loadu_ps(there, bytes.cast()) }
@@ -37,7 +37,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn load(bytes: *const u8, there: u16) -> __m512 {
         // SAFETY: the caller vouches for the weights.
         _mm512_cvtph_ps(unsafe { _mm256_maskz_loadu_epi16(there, bytes.cast()) })
@@ -48,7 +48,7 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn load(bytes: *const u8, there: u16) -> __m512 {
         // SAFETY: the caller vouches for the weights.
         let upper_halves = _mm512_cvtepu16_epi32(unsafe { _mm256_maskz_loadu_epi16(there, bytes.cast()) });
@@ -77,7 +77,7 @@ impl<'a, T, const A: usize> Plain<'a, T, A> {
 
 impl<T: Float, const A: usize> Fours<A> for Plain<'_, T, A> {
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn times(&self, rows: &[*const u8; 4]) -> [[f32; 4]; A] {
         // SAFETY: the caller vouches for the weight rows.
         unsafe { few::<T, A>(rows, self.n_in, &self.acts) }
@@ -90,7 +90,7 @@ impl<T: Float, const A: usize> Fours<A> for Plain<'_, T, A> {
 ///
 /// All rows are that long; the CPU has the features.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn few<T: Float, const A: usize>(
     rows: &[*const u8; 4],
     n_in: usize,
@@ -127,7 +127,7 @@ unsafe fn few<T: Float, const A: usize>(
 
 /// The sum of the 16 lanes of each register, halves folded onto each other.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn fold(lanes: [__m512; 4]) -> __m128 {
     let mut four = [_mm_setzero_ps(); 4];
     for r in 0..4 {

@@ -6,7 +6,10 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::{Codes, Loops, TURNED, load64, prefetch, quarter_each, quarters, transpose, twice32};
+use super::{
+    Codes, Loops, TURNED, UPPER, bits, dpwssd, load64, prefetch, quarter_each, quarters, taken, transpose,
+    twice32,
+};
 use crate::blocks::iq4_nl::STEPS;
 
 /// A format of 256 weights in `BYTES` bytes. The layouts are drawn in [`crate::blocks`].
@@ -46,7 +49,7 @@ pub(super) trait Block {
     ///
     /// 256 of them are there, the CPU has the features, and `part` is below 4.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn activations(x: *const i8, part: usize) -> __m512i {
         let [first, _, second, _] = Self::ORDER[part];
         // SAFETY: the caller vouches for 256 bytes; sixteenths go in pairs.
@@ -64,6 +67,8 @@ pub(super) struct Heads {
     scales: [__m512i; 2],
     /// 16-bit minimums, a quarter for each row: of eight sixteenths of the weights, then of the others.
     minimums: [__m512i; 2],
+    /// d of each row, and dmin beside it where there are minimums.
+    d: __m256,
 }
 
 pub(super) struct Q2K;
@@ -90,7 +95,7 @@ impl Block for Q2K {
     const ORDER: [[usize; 4]; 4] = APART;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks.
         let both = unsafe { quarter_each(blocks, 0) };
@@ -104,11 +109,13 @@ impl Block for Q2K {
                 _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64::<1>(scales)),
             ],
             minimums: [_mm512_unpacklo_epi8(upper, zero), _mm512_unpackhi_epi8(upper, zero)],
+            // SAFETY: as above.
+            d: unsafe { pairs_of(blocks, Self::D) },
         }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
         unsafe { twos(block.add(16), part) }
@@ -123,7 +130,7 @@ impl Block for Q3K {
     const ORDER: [[usize; 4]; 4] = APART;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks. The last 16 bytes: two of codes, twelve of scales, two of d.
         let bytes = unsafe { quarter_each(blocks, 94) };
@@ -140,11 +147,12 @@ impl Block for Q3K {
                 _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64::<1>(scales)),
             ],
             minimums: [_mm512_setzero_si512(); 2],
+            d: four_halves(bytes, [7, 15, 23, 31]),
         }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let c = part as i64;
         // SAFETY: the caller vouches for the block. Bit c of byte i is the third bit of weight 32c + i.
@@ -161,7 +169,7 @@ impl Block for Iq4Xs {
     const ORDER: [[usize; 4]; 4] = BY_SHORT_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks, which begin with d, the upper bits and the lower ones.
         let [a, b, c, d] = unsafe { blocks.map(|block| block.cast::<i64>().read_unaligned()) };
@@ -175,18 +183,22 @@ impl Block for Iq4Xs {
         let lower = _mm512_and_si512(lower, _mm512_set1_epi16(15));
         let upper = _mm512_and_si512(_mm512_slli_epi16::<4>(upper), _mm512_set1_epi16(0x30));
         let scales = _mm512_sub_epi16(_mm512_or_si512(lower, upper), _mm512_set1_epi16(32));
-        Heads { scales: [scales; 2], minimums: [_mm512_setzero_si512(); 2] }
+        Heads {
+            scales: [scales; 2],
+            minimums: [_mm512_setzero_si512(); 2],
+            d: four_halves(heads, [0, 4, 8, 12]),
+        }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
         super::small::look_up(&STEPS, unsafe { halves(block.add(8), part) })
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn activations(x: *const i8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for 256 bytes.
         let (first, second) = unsafe { (load64(x.add(part / 2 * 128)), load64(x.add(part / 2 * 128 + 64))) };
@@ -207,7 +219,7 @@ impl Block for Q4K {
     const ORDER: [[usize; 4]; 4] = BY_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks: d and dmin, then three times four bytes. The first four are scales
         // 0 to 3 and two bits of scales 4 to 7, the second the same of minimums, the third the four bits left of both.
@@ -230,11 +242,15 @@ impl Block for Q4K {
                     each(0xff0d_ff0d_ff0c_ff0c_u64.cast_signed(), 0xff0f_ff0f_ff0e_ff0e_u64.cast_signed()),
                 ),
             ],
+            d: {
+                let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+                _mm256_cvtph_ps(_mm512_castsi512_si128(_mm512_permutexvar_epi32(firsts, bytes)))
+            },
         }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         // SAFETY: the caller vouches for the block.
         unsafe { nibbles(block.add(16), part) }
@@ -250,14 +266,14 @@ impl Block for Q5K {
     const ORDER: [[usize; 4]; 4] = BY_TURNS;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks; heads are alike.
         unsafe { Q4K::heads(blocks) }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let c = (part % 2 + part / 2 * 4) as i64;
         // SAFETY: the caller vouches for the block. Bit c of byte i is the fifth bit of weight 32c + i.
@@ -273,7 +289,7 @@ impl Block for Q6K {
     const ORDER: [[usize; 4]; 4] = IN_ORDER;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn heads(blocks: [*const u8; 4]) -> Heads {
         // SAFETY: the caller vouches for the blocks.
         let scales = unsafe { quarter_each(blocks, 192) };
@@ -283,11 +299,13 @@ impl Block for Q6K {
                 _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64::<1>(scales)),
             ],
             minimums: [_mm512_setzero_si512(); 2],
+            // SAFETY: as above.
+            d: unsafe { halves_of(blocks, Self::D) },
         }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn codes(block: *const u8, part: usize) -> __m512i {
         let pair = (part % 2 * 4) as i64;
         // SAFETY: the caller vouches for the block. Bits 2c and 2c + 1 of byte i are the upper bits of weight 32c + i.
@@ -300,21 +318,21 @@ impl Block for Q6K {
 
 /// Two words in each quarter.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn each(first: i64, second: i64) -> __m512i {
     _mm512_broadcast_i32x4(_mm_set_epi64x(second, first))
 }
 
 /// `codes`, and of `bits` those of `mask`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn with_bits(codes: __m512i, bits: __m512i, mask: i8) -> __m512i {
     _mm512_ternarylogic_epi64::<0xf8>(codes, bits, _mm512_set1_epi8(mask))
 }
 
 /// In each byte of the first half bit `first` to bit `to`, in the others bit `second`; the bits beside them likewise.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn moved(bytes: __m512i, first: i64, second: i64, to: i64) -> __m512i {
     let (first, second) = ((to - first) & 63, (to - second) & 63);
     let left = _mm512_setr_epi64(first, first, first, first, second, second, second, second);
@@ -327,10 +345,11 @@ fn moved(bytes: __m512i, first: i64, second: i64, to: i64) -> __m512i {
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn nibbles(bytes: *const u8, part: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
-    _mm512_and_si512(unsafe { halves(bytes, part) }, _mm512_set1_epi8(15))
+    let bytes = unsafe { load64(bytes.add(part / 2 * 64)) };
+    if part.is_multiple_of(2) { _mm512_and_si512(bytes, _mm512_set1_epi8(15)) } else { bits(bytes, UPPER) }
 }
 
 /// The same, with anything in the upper halves of bytes.
@@ -339,7 +358,7 @@ unsafe fn nibbles(bytes: *const u8, part: usize) -> __m512i {
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn halves(bytes: *const u8, part: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let bytes = unsafe { load64(bytes.add(part / 2 * 64)) };
@@ -352,17 +371,16 @@ unsafe fn halves(bytes: *const u8, part: usize) -> __m512i {
 ///
 /// The bytes can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn twos(bytes: *const u8, part: usize) -> __m512i {
     // SAFETY: the caller vouches for the bytes.
     let bytes = unsafe { load64(bytes) };
-    let bytes = match part {
-        0 => bytes,
-        1 => _mm512_srli_epi16::<2>(bytes),
-        2 => _mm512_srli_epi16::<4>(bytes),
-        _ => _mm512_srli_epi16::<6>(bytes),
-    };
-    _mm512_and_si512(bytes, _mm512_set1_epi8(3))
+    match part {
+        0 => _mm512_and_si512(bytes, _mm512_set1_epi8(3)),
+        1 => bits(bytes, taken(2, 2)),
+        2 => bits(bytes, taken(4, 2)),
+        _ => bits(bytes, taken(6, 2)),
+    }
 }
 
 /// The loops of a type; what they compute is in [`crate::kernel`], "blocks of 256".
@@ -423,7 +441,7 @@ impl<T: Block> Large<T> {
 
     /// The lanes `own` of the scales that belong to row `r`.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     fn scales(heads: &Heads, r: usize, own: &[i16; 32]) -> __m512i {
         // SAFETY: the array is 64 bytes long.
         let own = unsafe { load64(own.as_ptr()) };
@@ -432,7 +450,7 @@ impl<T: Block> Large<T> {
 
     /// The paired scales in 32 bits: eight for each of two rows, then of the other two.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     fn wide_scales(heads: &Heads) -> [__m512i; 2] {
         let scales = heads.scales[0];
         let upper = _mm512_extracti64x4_epi64::<1>(scales);
@@ -445,7 +463,7 @@ impl<T: Block> Large<T> {
     ///
     /// 16 sums of activations are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn less_offset(heads: &Heads, sums: *const i16) -> [__m512i; 4] {
         // SAFETY: the caller vouches for 16 sums.
         let sums = unsafe { _mm256_loadu_si256(sums.cast()) };
@@ -482,19 +500,19 @@ impl<T: Block> Large<T> {
     ///
     /// 16 sums of activations are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn of_minimums(heads: &Heads, sums: *const i16) -> __m512i {
         // SAFETY: the caller vouches for 16 sums.
         let (first, second) = unsafe { (_mm_loadu_si128(sums.cast()), _mm_loadu_si128(sums.add(8).cast())) };
         let fours = _mm512_madd_epi16(heads.minimums[0], _mm512_broadcast_i32x4(first));
-        let fours = _mm512_dpwssd_epi32(fours, heads.minimums[1], _mm512_broadcast_i32x4(second));
+        let fours = dpwssd(fours, heads.minimums[1], _mm512_broadcast_i32x4(second));
         let twos = _mm512_add_epi32(fours, _mm512_shuffle_epi32::<0b10_11_00_01>(fours));
         _mm512_add_epi32(twos, _mm512_shuffle_epi32::<0b01_00_11_10>(twos))
     }
 
     /// What the sums of 16 activations each are multiplied with in row `r`: its minimums, or scales times the offset.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     fn of_sums(heads: &Heads, r: usize) -> __m256i {
         if T::MINIMUMS {
             let r = r as i64;
@@ -514,7 +532,7 @@ impl<T: Block> Loops for Large<T> {
     type Turned = Turned;
 
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         // Of each row the sum with d, and, where there are minimums, the one with dmin beside it.
         let mut total = [_mm256_setzero_ps(); A];
@@ -572,13 +590,12 @@ impl<T: Block> Loops for Large<T> {
                         }
                     }
                 }
-                let d = if T::MINIMUMS { pairs_of(blocks, T::D) } else { halves_of(blocks, T::D) };
                 for a in 0..A {
                     let low = match T::MINIMUMS {
                         true => Self::of_minimums(&heads, acts.sums[a].add(16 * b)),
                         false => _mm512_setzero_si512(),
                     };
-                    let scale = _mm256_mul_ps(d, _mm256_set1_ps(*acts.scales[a].add(b)));
+                    let scale = _mm256_mul_ps(heads.d, _mm256_set1_ps(*acts.scales[a].add(b)));
                     last[a] = Products { sums: sums[a], low, scale };
                 }
             }
@@ -600,7 +617,7 @@ impl<T: Block> Loops for Large<T> {
         out
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn turn(rows: &[*const u8; TURNED], n_blocks: usize, turned: &mut Vec<Turned>) {
         turned.resize_with(n_blocks, Turned::zero);
         for (b, turned) in turned.iter_mut().enumerate() {
@@ -615,7 +632,7 @@ impl<T: Block> Loops for Large<T> {
         }
     }
 
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn many<const A: usize>(turned: &[Turned], acts: &Codes<A>) -> [[f32; TURNED]; A] {
         let mut high = [_mm512_setzero_ps(); A];
         let mut low = [_mm512_setzero_ps(); A];
@@ -664,7 +681,7 @@ impl<T: Block> Large<T> {
     ///
     /// The blocks are there.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     unsafe fn turn_block(blocks: [*const u8; TURNED], turned: &mut Turned) {
         // Loops, not closures: a closure that is handed on is not compiled for this CPU.
         let mut rows = [_mm512_setzero_si512(); TURNED];
@@ -725,7 +742,7 @@ struct Products {
 impl Products {
     /// Of no block: adds nothing.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     fn none() -> Products {
         let zero = _mm512_setzero_si512();
         Products { sums: [zero; 4], low: zero, scale: _mm256_setzero_ps() }
@@ -733,7 +750,7 @@ impl Products {
 
     /// Adds them to the sums of the blocks before.
     #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
     fn add_to<T: Block>(self, total: __m256) -> __m256 {
         let mut sums = _mm512_castsi128_si512(four_sums(quarters(self.sums)));
         if T::MINIMUMS {
@@ -753,10 +770,19 @@ impl Turned {
 
 /// The sums of the four quarters, lane by lane.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn four_sums(quarters: __m512i) -> __m128i {
     let halves = _mm256_add_epi32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
     _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
+}
+
+/// Half-precision numbers in these 16-bit lanes.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
+fn four_halves(words: __m512i, lanes: [i64; 4]) -> __m256 {
+    let [a, b, c, d] = lanes;
+    let index = _mm512_castsi128_si512(_mm_cvtsi64_si128(a | b << 16 | c << 32 | d << 48));
+    _mm256_cvtph_ps(_mm512_castsi512_si128(_mm512_permutexvar_epi16(index, words)))
 }
 
 /// Half-precision numbers `at` bytes into four blocks.
@@ -765,7 +791,7 @@ fn four_sums(quarters: __m512i) -> __m128i {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn halves_of(blocks: [*const u8; 4], at: usize) -> __m256 {
     let mut halves = [0i16; 4];
     for r in 0..4 {
@@ -782,7 +808,7 @@ unsafe fn halves_of(blocks: [*const u8; 4], at: usize) -> __m256 {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn pairs_of(blocks: [*const u8; 4], at: usize) -> __m256 {
     let mut pairs = [0i32; 4];
     for r in 0..4 {
@@ -799,7 +825,7 @@ unsafe fn pairs_of(blocks: [*const u8; 4], at: usize) -> __m256 {
 ///
 /// They can be read.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
     // SAFETY: the caller vouches for two bytes each.
     let mut halves = [0i16; TURNED];
@@ -809,20 +835,4 @@ unsafe fn sixteen_halves(blocks: [*const u8; TURNED], at: usize) -> __m512 {
     }
     // SAFETY: an array of sixteen is read.
     _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) })
-}
-
-/// Adds products of 16-bit numbers to 32-bit sums, two neighbouring ones each, as `_mm512_dpwssd_epi32` does: the
-/// compiler would make two instructions of it, a product and a sum, which takes longer where many blocks are under way.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-fn dpwssd(mut sums: __m512i, x: __m512i, y: __m512i) -> __m512i {
-    // SAFETY: the instruction is of the features above, and reads and writes these registers alone.
-    unsafe {
-        std::arch::asm!(
-            "vpdpwssd {0}, {1}, {2}",
-            inout(zmm_reg) sums, in(zmm_reg) x, in(zmm_reg) y,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    sums
 }

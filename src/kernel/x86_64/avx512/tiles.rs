@@ -15,7 +15,7 @@ const PER_BLOCK: usize = 16;
 /// # Panics
 ///
 /// When a row is shorter than the strip: a bug of the caller.
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 pub(super) fn dot<const A: usize>(strip: &[i8], rows: [&[i8]; A], sums: [i32; A]) -> [[i32; 32]; A] {
     const { assert!(A == 1 || A == 2 || A == 4, "the groups of four registers are dealt to the rows evenly") };
     let blocks = strip.as_chunks::<1024>().0;
@@ -35,7 +35,7 @@ pub(super) fn dot<const A: usize>(strip: &[i8], rows: [&[i8]; A], sums: [i32; A]
 
 /// The `16 / A` registers of every block from `first` on times every row: `[A, 32 / A]`.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn part<const A: usize>(blocks: &[[i8; 1024]], first: usize, rows: [&[i8]; A]) -> [[i32; 16]; 2] {
     let (mut lanes, n) = ([_mm512_setzero_si512(); PER_BLOCK], PER_BLOCK / A);
     let sign = _mm512_set1_epi8(-128);
@@ -62,7 +62,7 @@ fn part<const A: usize>(blocks: &[[i8; 1024]], first: usize, rows: [&[i8]; A]) -
 
 /// Sums by quarters of two times four registers, of which each half is an output, as the outputs in order.
 #[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,gfni")]
 fn outputs(x: __m512i, y: __m512i) -> [i32; 16] {
     let even = _mm512_shuffle_i32x4::<0b10_00_10_00>(x, y);
     let odd = _mm512_shuffle_i32x4::<0b11_01_11_01>(x, y);
