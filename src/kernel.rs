@@ -242,7 +242,6 @@ impl Kernel {
 /// activation rows pass by.
 const TILE_ROWS: usize = 16;
 
-/// Whether the type is a plain number, read as it is by every path.
 /// Part of an output matrix: columns from `first` of rows that are `stride` long.
 struct Output<'a> {
     out: &'a mut [f32],

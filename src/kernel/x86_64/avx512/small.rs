@@ -562,8 +562,9 @@ impl<T: Block> Loops for Small<T> {
     unsafe fn few<const A: usize>(rows: &[*const u8; 4], n_blocks: usize, acts: &Codes<A>) -> [[f32; 4]; A] {
         let mut lanes = [[_mm512_setzero_ps(); 2]; A];
         let pairs = [[rows[0], rows[1]], [rows[2], rows[3]]];
-        // Products are put together while the next ones are made: what waits for each other lies apart.
-        let mut last = [Products::none(); A];
+        // Those of one activation row are put together while the next ones are made: what waits for each other lies
+        // apart. There are no registers to do that for more.
+        let mut last = Products::none();
         let whole = n_blocks - n_blocks % 8;
         for b in (0..whole).step_by(8) {
             if A == 1 {
@@ -574,14 +575,18 @@ impl<T: Block> Loops for Small<T> {
             for pair in 0..2 {
                 // SAFETY: as above.
                 let next = unsafe { Self::products::<true, A>(pairs[pair], b, 8, &x) };
-                for a in 0..A {
-                    lanes[a][1 - pair] = last[a].add_to::<T>(lanes[a][1 - pair], 8);
+                if A == 1 {
+                    lanes[0][1 - pair] = last.add_to::<T>(lanes[0][1 - pair], 8);
+                    last = next[0];
+                } else {
+                    for a in 0..A {
+                        lanes[a][pair] = next[a].add_to::<T>(lanes[a][pair], 8);
+                    }
                 }
-                last = next;
             }
         }
-        for a in 0..A {
-            lanes[a][1] = last[a].add_to::<T>(lanes[a][1], 8);
+        if A == 1 {
+            lanes[0][1] = last.add_to::<T>(lanes[0][1], 8);
         }
         if whole < n_blocks {
             let n = n_blocks - whole;
