@@ -1,6 +1,6 @@
 //! One matrix times one row and times many, for each type, from memory: beside a plain read of the same bytes.
 
-use orkpack::kernel::{Activations, Form, Kernel};
+use orkpack::kernel::{Activations, Form, Kernel, Path};
 use orkpack::tensor::{Dtype, MatrixView, WeightView};
 use orkpack::threads::{Patch, Pool};
 use std::sync::Mutex;
@@ -35,8 +35,20 @@ const TYPES: [Dtype; 14] = [
     Dtype::F32,
 ];
 
+/// The fastest kernels of this machine.
 pub fn bench() {
-    let kernel = Kernel::detect();
+    run(Kernel::detect());
+}
+
+/// Those of an x86-64 CPU without AVX-512.
+pub fn bench_avx2() {
+    match Kernel::with_path(Path::Avx2) {
+        Some(kernel) => run(kernel),
+        None => println!("kernels: this CPU has no AVX2"),
+    }
+}
+
+fn run(kernel: Kernel) {
     println!("kernels: {:?}; rows of {N_IN}, measured here", kernel.path());
     println!("  type      threads   GB/s   plain read   share   from the cache   GMAC/s at {MANY} rows");
     // The bytes of small half-precision numbers in any type, so that nothing overflows.

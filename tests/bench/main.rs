@@ -1,7 +1,7 @@
 //! Measurements, as ratios or beside a limit of the same run: `cargo bench`. Nothing here asserts.
 //!
 //! ```text
-//! cargo bench                                     load, plan, kernels, hits and hot
+//! cargo bench                                     load, plan, kernels, avx2 (the same without AVX-512), hits and hot
 //! cargo bench -- kernels                          one part of these
 //! cargo bench -- --model X.gguf [PART…]           the model: decode, prefill, context, calibrate, files, memory
 //! cargo bench -- --model X.orkpack                its hot experts on the software NPU, beside the CPU alone
@@ -61,10 +61,11 @@ fn main() {
         }
         return;
     }
-    let benches: [(&str, fn()); 5] = [
+    let benches: [(&str, fn()); 6] = [
         ("load", load::bench),
         ("plan", plan::bench),
         ("kernels", kernels::bench),
+        ("avx2", kernels::bench_avx2),
         ("hits", hits::bench),
         ("hot", hot::bench),
     ];
