@@ -41,6 +41,7 @@ use terminal::Terminal;
 pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
     finish(parse::<Orkpack>(words).and_then(|arguments| {
         let interrupted = watch_signals()?.pressed;
+        arguments.command.common().into_iter().for_each(use_threads);
         match arguments.command {
             Command::Convert(arguments) => convert::convert(arguments, interrupted),
             Command::Plan(arguments) => plan::plan(arguments, interrupted),
@@ -59,7 +60,10 @@ pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 /// The binary `ork-run`.
 pub fn ork_run(words: impl IntoIterator<Item = OsString>) -> ExitCode {
-    finish(parse::<OrkRun>(words).and_then(|arguments| run::run(arguments, &watch_signals()?)))
+    finish(parse::<OrkRun>(words).and_then(|arguments| {
+        use_threads(&arguments.common);
+        run::run(arguments, &watch_signals()?)
+    }))
 }
 
 /// How a command ended when it did not fail: its exit code.
@@ -159,6 +163,13 @@ fn watch_signals() -> Result<Interrupt, Error> {
 /// Threads of a command.
 fn n_threads(common: &Common) -> usize {
     common.threads.map_or_else(Pool::default_threads, usize::from)
+}
+
+/// Keeps what is hashed, quantised and checked side by side to the threads of the command as well.
+fn use_threads(common: &Common) {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads(common));
+    // Where threads cannot be had now, they are asked for once more when there is work.
+    let _ = pool.thread_name(|i| format!("work-{i}")).build_global();
 }
 
 fn terminal(common: &Common, interrupted: Arc<AtomicBool>) -> Terminal {

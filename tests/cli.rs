@@ -335,3 +335,27 @@ fn ctrl_c_ends_a_conversion_with_130_and_leaves_nothing() {
     left.sort();
     assert_eq!(left, ["model.gguf", "model.routing.json", "prompt.txt"]);
 }
+
+/// Hashing, quantising and checking have a pool of their own, beside that of the arithmetic.
+#[test]
+fn a_command_works_with_the_threads_it_was_given() {
+    let folder = folder();
+    let model = bundled_in(folder.path(), "tiny-moe-q4_k_m.gguf");
+    for n_threads in [1, 3] {
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_orkpack"))
+            .current_dir(folder.path())
+            .args(["convert", "--force", "--quiet", "--threads", &n_threads.to_string()])
+            .arg(&model)
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut most = 0;
+        while child.try_wait().unwrap().is_none() {
+            let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).into_iter().flatten().flatten();
+            let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+            most = most.max(names.filter(|name| name.starts_with("work-")).count());
+        }
+        assert!(child.wait().unwrap().success());
+        assert_eq!(most, n_threads);
+    }
+}

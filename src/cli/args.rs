@@ -76,6 +76,24 @@ pub enum Command {
     },
 }
 
+impl Command {
+    /// What it takes as every command does.
+    pub fn common(&self) -> Option<&Common> {
+        match self {
+            Command::Convert(arguments) => Some(&arguments.common),
+            Command::Plan(arguments) => Some(&arguments.common),
+            Command::Calibrate(arguments) => Some(&arguments.common),
+            Command::Merge(arguments) => Some(&arguments.common),
+            Command::Verify(arguments) => Some(&arguments.common),
+            Command::Repair(arguments) => Some(&arguments.common),
+            Command::Inspect(arguments) => Some(&arguments.common),
+            Command::Export(arguments) => Some(&arguments.common),
+            Command::Demo(arguments) => Some(&arguments.common),
+            Command::Completions { .. } | Command::Man { .. } => None,
+        }
+    }
+}
+
 /// What every command takes.
 #[derive(Clone, Debug, Args)]
 pub struct Common {
