@@ -223,21 +223,23 @@ fn check_chunk(
     parts: &[(&Placement, &Part)],
     progress: &(dyn Fn(u64) + Sync),
 ) -> Vec<Finding> {
-    let mut walks: Vec<Walk<'_>> =
-        parts.iter().map(|(placement, part)| Walk::new(pack, section, placement, part)).collect();
-    let mut hasher = digest::hasher();
+    let mut walks = parts.iter().map(|(placement, part)| Walk::new(pack, section, placement, part));
+    let mut walk = walks.next();
+    let (mut hasher, mut walked) = (digest::hasher(), Vec::new());
     let mut end = section.offset;
     for piece in pack.bytes(section).chunks(PIECE) {
         digest::update(&mut hasher, piece);
         end = end.saturating_add(wide(piece.len()));
-        walks.iter_mut().for_each(|walk| walk.up_to(end));
+        while let Some(part) = &mut walk
+            && part.up_to(end)
+        {
+            walked.extend(part.findings());
+            walk = walks.next();
+        }
         progress(wide(piece.len()));
     }
-    let mut findings =
-        Vec::from_iter(pack.compare(section, 0, digest::finish(&hasher)).err().map(Finding::Digest));
-    findings.extend(walks.iter().flat_map(Walk::findings));
-    findings.extend(check_gaps(pack, section, parts));
-    findings
+    let wrong = pack.compare(section, 0, digest::finish(&hasher)).err().map(Finding::Digest);
+    wrong.into_iter().chain(walked).chain(check_gaps(pack, section, parts)).collect()
 }
 
 /// The first byte of `range` that is not zero.
@@ -345,8 +347,8 @@ impl<'a> Walk<'a> {
         walk
     }
 
-    /// Goes on up to the first tile that begins at `end` of the file or behind it.
-    fn up_to(&mut self, end: u64) {
+    /// Goes on up to the first tile that begins at `end` of the file or behind it, and says whether there is none.
+    fn up_to(&mut self, end: u64) -> bool {
         while self.offset < end
             && let Some(tile) = self.tiles.next()
         {
@@ -362,6 +364,7 @@ impl<'a> Walk<'a> {
                 self.plain_rows = self.has_plain_rows();
             }
         }
+        self.tiles.len() == 0
     }
 
     fn has_plain_rows(&self) -> bool {
