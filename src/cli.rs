@@ -41,7 +41,7 @@ use terminal::Terminal;
 pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
     finish(parse::<Orkpack>(words).and_then(|arguments| {
         let interrupted = watch_signals()?.pressed;
-        arguments.command.common().into_iter().for_each(use_threads);
+        arguments.command.common().map_or(Ok(()), use_threads)?;
         match arguments.command {
             Command::Convert(arguments) => convert::convert(arguments, interrupted),
             Command::Plan(arguments) => plan::plan(arguments, interrupted),
@@ -61,7 +61,7 @@ pub fn orkpack(words: impl IntoIterator<Item = OsString>) -> ExitCode {
 /// The binary `ork-run`.
 pub fn ork_run(words: impl IntoIterator<Item = OsString>) -> ExitCode {
     finish(parse::<OrkRun>(words).and_then(|arguments| {
-        use_threads(&arguments.common);
+        use_threads(&arguments.common)?;
         run::run(arguments, &watch_signals()?)
     }))
 }
@@ -166,10 +166,17 @@ fn n_threads(common: &Common) -> usize {
 }
 
 /// Keeps what is hashed, quantised and checked side by side to the threads of the command as well.
-fn use_threads(common: &Common) {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads(common));
-    // Where threads cannot be had now, they are asked for once more when there is work.
-    let _ = pool.thread_name(|i| format!("work-{i}")).build_global();
+fn use_threads(common: &Common) -> Result<(), Error> {
+    let n = n_threads(common);
+    let pool =
+        rayon::ThreadPoolBuilder::new().num_threads(n).thread_name(|i| format!("work-{i}")).build_global();
+    // Without a source of the error there is a pool already.
+    match pool.as_ref().err().and_then(std::error::Error::source) {
+        Some(error) => {
+            Err(Error::usage(format!("{n} threads cannot be started: {error}; ask for fewer with --threads")))
+        }
+        None => Ok(()),
+    }
 }
 
 fn terminal(common: &Common, interrupted: Arc<AtomicBool>) -> Terminal {

@@ -359,3 +359,20 @@ fn a_command_works_with_the_threads_it_was_given() {
         assert_eq!(most, n_threads);
     }
 }
+
+/// Memory for the stacks of so many threads is more than the process may have; an emulator needs more by itself.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn threads_that_cannot_be_started_are_one_line() {
+    let folder = folder();
+    bundled_in(folder.path(), "tiny-moe-q4_k_m.gguf");
+    let line = "ulimit -v 200000; exec \"$0\" inspect --threads 256 tiny-moe-q4_k_m.gguf";
+    let output = std::process::Command::new("sh")
+        .current_dir(folder.path())
+        .args(["-c", line, env!("CARGO_BIN_EXE_orkpack")])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}{}", stdout(&output), stderr(&output));
+    assert!(stderr(&output).starts_with("error: 256 threads cannot be started: "), "{}", stderr(&output));
+    assert_eq!(stderr(&output).lines().count(), 1);
+}
